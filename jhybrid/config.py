@@ -1,0 +1,92 @@
+"""Engine configuration: one frozen dataclass, built once from flags or a file, validated, logged.
+
+`os.environ` is read here and nowhere else.
+"""
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from jhybrid.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is asked to be. Sizes that are None are derived from the model and the memory at hand."""
+
+    model: str = "demo"
+    """Hugging Face directory, Orbax directory, or `demo` for the embedded model."""
+    dtype: str = "auto"
+    """Weights and activations: auto | float32 | bfloat16. auto is float32 on CPU, else the checkpoint's own."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and answer together. None: the model's own limit, lowered to what memory holds."""
+    max_num_seqs: int = 16
+    """Sequences that may run at once; also the number of state slots."""
+    max_num_batched_tokens: int = 512
+    """Most tokens of one step, prefill chunks and decodes together."""
+    page_size: int = 16
+    """Tokens of one KV page."""
+    num_pages: int | None = None
+    """KV pages. None: what memory holds, at most what max_num_seqs sequences of max_model_len need."""
+    kv_cache_dtype: str = "auto"
+    """Dtype of KV pages; auto follows dtype."""
+    state_dtype: str = "float32"
+    """Dtype of the recurrent state: float32 | bfloat16."""
+    enable_prefix_caching: bool = False
+    """Reuse the cache of shared prompt prefixes."""
+    memory_fraction: float = 0.9
+    """Share of the device's free memory that weights, caches and scratch may take together."""
+    max_queue: int = 4096
+    """Waiting sequences beyond which a request is refused."""
+    chunk_size: int = 64
+    """Tokens of one chunk of the recurrent scans."""
+    tensor_parallel_size: int = 1
+    """Devices that share each layer."""
+    seed: int = 0
+    """Seed from which requests without a seed draw theirs."""
+    compilation_cache_dir: str | None = None
+    """Directory of JAX's persistent compilation cache. None: $JHYBRID_CACHE_DIR or ~/.cache/jhybrid; "" for off."""
+    async_scheduling: bool = True
+    """Plan step n+1 while step n runs on the device."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_queue", "chunk_size"):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "num_pages"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in DTYPES:
+            raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.state_dtype not in ("float32", "bfloat16"):
+            raise ConfigError("state_dtype", f"{self.state_dtype!r} is not one of float32, bfloat16")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError("memory_fraction", f"{self.memory_fraction} is not in (0, 1]")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError("tensor_parallel_size", f"{self.tensor_parallel_size} given, only 1 is supported so far")
+        if self.max_model_len is not None and self.max_model_len % self.page_size:
+            lower = self.max_model_len // self.page_size * self.page_size
+            raise ConfigError(
+                "page_size",
+                f"{self.page_size} does not divide max_model_len={self.max_model_len}; "
+                f"use a page_size that does, or max_model_len={lower or self.page_size}",
+            )
+
+    def compilation_cache(self) -> Path | None:
+        """Where compiled executables are kept between starts, or None for nowhere."""
+        given = self.compilation_cache_dir
+        if given is None:
+            given = os.environ.get("JHYBRID_CACHE_DIR") or str(Path.home() / ".cache" / "jhybrid")
+        return Path(given) if given else None
+
+    def describe(self) -> dict[str, object]:
+        """Every field with its value, for the log."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(name, f"must be a positive integer, got {value!r}")

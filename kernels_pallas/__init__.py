@@ -1,0 +1,1 @@
+"""Ops of hybrid models over packed sequences and slot-addressed caches. Depends on jax alone."""
