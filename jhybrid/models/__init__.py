@@ -1,0 +1,64 @@
+"""The families of models: from an architecture's name to its config reader, module and weight names."""
+
+from pathlib import Path
+from typing import Any
+
+from jhybrid.errors import ConfigError
+from jhybrid.models import nemotron_h
+from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
+from jhybrid.models.hf_config import load_json
+
+_ALL = (
+    Family(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        nemotron_h.NemotronHConfig,
+        nemotron_h.NemotronH,
+        nemotron_h.weight_names,
+    ),
+)
+
+FAMILIES: dict[str, Family] = {f.architecture: f for f in _ALL} | {f.model_type: f for f in _ALL}
+"""By architecture name ("NemotronHForCausalLM") and by model_type ("nemotron_h")."""
+
+
+def family_of(raw: dict[str, Any]) -> Family:
+    """The family that a config.json names. Raises ConfigError when it names none, or one that is not here."""
+    known = ", ".join(f.model_type for f in _ALL)
+    model_type = raw.get("model_type")
+    if model_type is None:
+        raise ConfigError("model_type", f"config.json lacks this key; supported: {known}")
+    if model_type not in FAMILIES:
+        raise ConfigError("model_type", f"{model_type!r} is not implemented; supported: {known}")
+    family = FAMILIES[model_type]
+    for name in raw.get("architectures") or []:
+        if name != family.architecture:
+            raise ConfigError("architectures", f"{name!r} is not implemented; supported here: {family.architecture}")
+    return family
+
+
+def family_for(config: ModelConfig) -> Family:
+    """The family whose config this is."""
+    return next(f for f in _ALL if isinstance(config, f.config))
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """The config of the model in a Hugging Face directory.
+
+    Raises ConfigError naming the culprit: an unknown model_type or layer kind, a missing key, a value of the wrong
+    type or one that is not implemented. No weight is looked at.
+    """
+    raw = load_json(Path(directory) / "config.json")
+    return family_of(raw).config.from_hf(raw)
+
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "ModelConfig",
+    "abstract_params",
+    "family_for",
+    "family_of",
+    "init_params",
+    "read_config",
+]

@@ -1,0 +1,39 @@
+"""Linear: a product with a weight stored [out, in], the one place where dense products are formulated."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+INIT_STD = 0.02  # standard deviation of fresh weights; projections back into the residual use less (`out_std`)
+
+
+def out_std(num_branches: int) -> float:
+    """Standard deviation of projections into the residual when `num_branches` of them add up (GPT-2, section 2.3)."""
+    return INIT_STD / num_branches**0.5
+
+
+def linear(x: Array, weight: Array, dtype: jnp.dtype | None = None) -> Array:
+    """x [..., I] times weight [O, I] -> [..., O], in x's dtype or in `dtype`."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
+
+
+class Linear(nn.Module):
+    """y = x W^T (+ b). Parameters: `weight` [out, in], `bias` [out] where asked."""
+
+    out_features: int
+    in_features: int
+    dtype: jnp.dtype
+    bias: bool = False
+    init_std: float = INIT_STD
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [..., in] -> [..., out]."""
+        shape = (self.out_features, self.in_features)
+        weight = self.param("weight", nn.initializers.normal(self.init_std), shape, self.dtype)
+        y = linear(x, weight)
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.out_features,), self.dtype)
+        return y

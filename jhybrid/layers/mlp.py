@@ -1,0 +1,74 @@
+"""Mlp: up, activation, down; gated (SwiGLU) or not."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jhybrid.layers.linear import INIT_STD, Linear
+from jhybrid.weights.names import TensorName
+
+
+def relu2(x: Array) -> Array:
+    """max(x, 0)^2 (So et al. 2021, "Primer")."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu2": relu2}
+
+
+def activate(h: Array, activation: str, gated: bool) -> Array:
+    """h [..., 2I] (gate first) -> act(gate) * up [..., I] when gated, else act(h)."""
+    act = ACTIVATIONS[activation]
+    if not gated:
+        return act(h)
+    gate, up = jnp.split(h, 2, axis=-1)
+    return act(gate) * up
+
+
+class Mlp(nn.Module):
+    """Parameters: `up_proj` [I, M] or, gated, `gate_up_proj` [2I, M] with the gate's rows first; `down_proj` [M, I]."""
+
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    gated: bool
+    dtype: jnp.dtype
+    bias: bool = False
+    out_std: float = INIT_STD
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [T, M] -> [T, M]."""
+        name, width = ("gate_up_proj", 2) if self.gated else ("up_proj", 1)
+        up = Linear(width * self.intermediate_size, self.hidden_size, self.dtype, self.bias, name=name)
+        down = Linear(
+            self.hidden_size, self.intermediate_size, self.dtype, self.bias, init_std=self.out_std, name="down_proj"
+        )
+        return down(activate(up(x), self.activation, self.gated))
+
+
+def mlp_names(hubs: tuple[str, ...], path: tuple[str, ...], *, bias: bool) -> list[TensorName]:
+    """Tensors of an Mlp without a gate; `hubs` are the spellings of its prefix in checkpoints."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [
+        TensorName(tuple(f"{hub}.{proj}.{kind}" for hub in hubs), (*path, proj, kind))
+        for proj in ("up_proj", "down_proj")
+        for kind in kinds
+    ]
+
+
+def gated_mlp_names(
+    hubs: tuple[str, ...], path: tuple[str, ...], intermediate_size: int, *, bias: bool
+) -> list[TensorName]:
+    """Tensors of a gated Mlp that checkpoints store as `gate_proj`, `up_proj` and `down_proj`."""
+    halves = {"gate_proj": (0, intermediate_size), "up_proj": (intermediate_size, 2 * intermediate_size)}
+    names = []
+    for kind in ("weight", "bias") if bias else ("weight",):
+        for proj, rows in halves.items():
+            spelled = tuple(f"{hub}.{proj}.{kind}" for hub in hubs)
+            names.append(TensorName(spelled, (*path, "gate_up_proj", kind), rows=rows))
+        names.append(TensorName(tuple(f"{hub}.down_proj.{kind}" for hub in hubs), (*path, "down_proj", kind)))
+    return names

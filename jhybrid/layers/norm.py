@@ -1,0 +1,51 @@
+"""RMSNorm, plain and gated. Weights and arithmetic are float32 whatever the model's dtype is."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * w over the last axis (Zhang and Sennrich 2019). Parameter: `weight` [size] float32."""
+
+    size: int
+    eps: float
+    dtype: jnp.dtype  # of the result
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [..., size] -> [..., size]."""
+        weight = self.param("weight", nn.initializers.ones, (self.size,), jnp.float32)
+        return (_normalised(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm over each of `groups` equal parts of the last axis, with y multiplied by silu(gate) before or after.
+
+    Mamba2 (Dao and Gu 2024, section 7.1) gates first. Parameter: `weight` [size] float32.
+    """
+
+    size: int
+    groups: int
+    eps: float
+    dtype: jnp.dtype
+    norm_before_gate: bool = False
+
+    @nn.compact
+    def __call__(self, y: Array, gate: Array) -> Array:
+        """y, gate [..., size] -> [..., size]."""
+        weight = self.param("weight", nn.initializers.ones, (self.size,), jnp.float32)
+        y = y.astype(jnp.float32)
+        opened = jax.nn.silu(gate.astype(jnp.float32))
+        if not self.norm_before_gate:
+            y = y * opened
+        parts = y.reshape(*y.shape[:-1], self.groups, self.size // self.groups)
+        y = _normalised(parts, self.eps).reshape(y.shape) * weight
+        if self.norm_before_gate:
+            y = y * opened
+        return y.astype(self.dtype)
+
+
+def _normalised(x: Array, eps: float) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

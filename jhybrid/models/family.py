@@ -1,0 +1,69 @@
+"""Family: a model's config reader, its module and the places of its weights, as the rest of the engine sees them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jhybrid.cache.router import NoCache, Part
+from jhybrid.weights.names import TensorName
+from kernels_pallas.spans import dense_spans
+
+
+class ModelConfig(Protocol):
+    """What every family's config can say. Each is a frozen dataclass with more fields of its own."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """Longest context the model was made for; None where nothing limits it."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+    def layer_parts(
+        self, *, page_size: int, kv_dtype: str, state_dtype: str, conv_dtype: str
+    ) -> list[tuple[Part, ...]]:
+        """What each layer keeps in the cache, for the Router."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """`module(config, dtype)` is the model; its methods are `__call__(token_ids, cache, spans) -> (hidden, cache)`
+    and, with `method="logits"`, `logits(hidden) -> float32 scores`.
+    """
+
+    architecture: str  # as in config.json's `architectures`
+    model_type: str
+    config: Any  # the config class; `config.from_hf(raw)` reads it
+    module: Callable[..., nn.Module]
+    weight_names: Callable[[Any], list[TensorName]]
+
+
+def abstract_params(module: nn.Module) -> dict[str, Any]:
+    """The parameter tree as shapes and dtypes; nothing is allocated."""
+    return jax.eval_shape(lambda: _init(module, jax.random.key(0)))
+
+
+def init_params(module: nn.Module, key: Array) -> dict[str, Any]:
+    """Fresh parameters, fit to train from; the same key gives the same ones."""
+    return jax.jit(lambda k: _init(module, k))(key)
+
+
+def _init(module: nn.Module, key: Array) -> dict[str, Any]:
+    variables = module.init(key, jnp.zeros(2, jnp.int32), NoCache(), dense_spans(1, 2))
+    return dict(variables["params"])
