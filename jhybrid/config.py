@@ -36,8 +36,8 @@ class EngineConfig:
     """Dtype of the recurrent state: float32 | bfloat16."""
     enable_prefix_caching: bool = False
     """Reuse the cache of shared prompt prefixes."""
-    memory_fraction: float = 0.9
-    """Share of the device's free memory that weights, caches and scratch may take together."""
+    memory_fraction: float | None = None
+    """Share of the device's free memory that weights, caches and scratch may take together. None: 0.9, on CPU 0.4."""
     max_queue: int = 4096
     """Waiting sequences beyond which a request is refused."""
     chunk_size: int = 64
@@ -63,7 +63,7 @@ class EngineConfig:
             raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(DTYPES)}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ConfigError("state_dtype", f"{self.state_dtype!r} is not one of float32, bfloat16")
-        if not 0.0 < self.memory_fraction <= 1.0:
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError("memory_fraction", f"{self.memory_fraction} is not in (0, 1]")
         if self.tensor_parallel_size != 1:
             raise ConfigError("tensor_parallel_size", f"{self.tensor_parallel_size} given, only 1 is supported so far")
@@ -74,6 +74,12 @@ class EngineConfig:
                 f"{self.page_size} does not divide max_model_len={self.max_model_len}; "
                 f"use a page_size that does, or max_model_len={lower or self.page_size}",
             )
+
+    def memory_share(self, platform: str) -> float:
+        """Share of free memory to use on a platform ("cpu", "gpu", "tpu")."""
+        if self.memory_fraction is not None:
+            return self.memory_fraction
+        return 0.4 if platform == "cpu" else 0.9
 
     def compilation_cache(self) -> Path | None:
         """Where compiled executables are kept between starts, or None for nowhere."""

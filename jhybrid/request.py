@@ -142,6 +142,25 @@ class Output:
         return self.completions[0].error
 
 
+    def add(self, delta: "Delta") -> None:
+        """Take in what a step added."""
+        completion = self.completions[delta.index]
+        completion.token_ids.extend(delta.token_ids)
+        completion.text += delta.text
+        if delta.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            completion.error = delta.error
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finish_reason is not None for c in self.completions)
+
+
 @dataclass
 class Delta:
     """What one step added to one completion; the last one of a completion has a `finish_reason`."""

@@ -1,0 +1,108 @@
+"""Cache arrays: their shapes for a number of slots and pages, and how the bytes of a device are shared out."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jhybrid.cache.router import Cache, Router
+from jhybrid.errors import OutOfMemoryError
+
+
+def abstract_cache(router: Router, *, slots: int, pages: int) -> Cache:
+    """The cache as shapes. Every layer has one row more than it has slots (pages): the scratch row."""
+    rows = {"slot": slots + 1, "page": pages + 1}
+    arrays = {
+        name: jax.ShapeDtypeStruct((layers * rows[part.unit], *part.shape), jnp.dtype(part.dtype))
+        for name, (part, layers) in router.arrays.items()
+    }
+    return Cache(router, arrays)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by kind. Caches include their scratch rows, so that the kinds sum to what is allocated."""
+
+    weights: int
+    kv: int
+    state: int
+    snapshots: int
+    sampler: int
+    scratch: int  # most that a compiled step needs beside its arguments
+    available: int  # what the device offered for all of it together
+    num_slots: int
+    num_pages: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.state + self.snapshots + self.sampler + self.scratch
+
+    def by_kind(self) -> dict[str, int]:
+        """Kind -> bytes, as the gauges show it."""
+        return {
+            "weights": self.weights,
+            "kv": self.kv,
+            "state": self.state,
+            "snapshots": self.snapshots,
+            "sampler": self.sampler,
+            "scratch": self.scratch,
+        }
+
+
+def plan_memory(
+    router: Router,
+    *,
+    weights: int,
+    sampler: int,
+    scratch: int,
+    available: int,
+    max_num_seqs: int,
+    pages_per_seq: int,
+    num_pages: int | None,
+) -> MemoryPlan:
+    """Slots first, pages with the rest: at least one sequence's worth, at most what all sequences can need.
+
+    Raises OutOfMemoryError with the bytes asked, the bytes available and what to change.
+    """
+    num_slots = max_num_seqs if router.has_slots else 0
+    state = (num_slots + 1) * router.bytes_per_slot
+    left = available - weights - sampler - scratch - state
+    if left < 0:
+        affordable = (available - weights - sampler - scratch) // max(1, router.bytes_per_slot) - 1
+        remedy = f"use max_num_seqs of at most {affordable}" if affordable > 0 else "use a smaller model or more memory"
+        raise OutOfMemoryError(
+            f"weights ({weights} B), sampler ({sampler} B), scratch ({scratch} B) and the state of {num_slots} "
+            f"sequences ({state} B) need {weights + sampler + scratch + state} B, {available} B are available; {remedy}"
+        )
+    pages = 0
+    if router.has_pages:
+        fits = left // router.bytes_per_page - 1
+        pages = num_pages if num_pages is not None else min(fits, max_num_seqs * pages_per_seq)
+        if pages > fits:
+            raise OutOfMemoryError(
+                f"num_pages={pages} needs {(pages + 1) * router.bytes_per_page} B, {left} B are left for pages; "
+                f"use num_pages of at most {fits}"
+            )
+        if pages < pages_per_seq:
+            raise OutOfMemoryError(
+                f"one sequence of max_model_len needs {pages_per_seq} pages "
+                f"({pages_per_seq * router.bytes_per_page} B), there is room for {pages} ({left} B); "
+                "lower max_model_len or max_num_seqs, or raise num_pages or memory_fraction"
+            )
+    return MemoryPlan(
+        weights=weights,
+        kv=(pages + 1) * router.bytes_per_page,
+        state=state,
+        snapshots=0,
+        sampler=sampler,
+        scratch=scratch,
+        available=available,
+        num_slots=num_slots,
+        num_pages=pages,
+    )
+
+
+def tree_bytes(tree: object) -> int:
+    """Bytes of all arrays (or shapes) of a pytree."""
+    return sum(int(np.prod(a.shape)) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))

@@ -1,0 +1,364 @@
+"""Engine: the public object. Submit, abort, step, generate, score, close. One thread owns it and the device.
+
+`step` is the whole engine: plan the next step and start it, then take in the one before, which ran meanwhile.
+"""
+
+import itertools
+import logging
+import random
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Self
+
+from jhybrid import compilations
+from jhybrid.batch import Packer
+from jhybrid.cache.ledger import Ledger
+from jhybrid.config import EngineConfig
+from jhybrid.detokenizer import Detokenizer
+from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
+from jhybrid.intake import Intake
+from jhybrid.request import Completion, Delta, Output, Request, SamplingParams
+from jhybrid.results import adjustments, prompt_entries, sampled_entry
+from jhybrid.runner import Runner, StepHandle, StepResult
+from jhybrid.scheduler import Item, Plan, Scheduler
+from jhybrid.sequence import Sequence
+from jhybrid.stats import Stats
+from jhybrid.tokenizer import Tokenizer
+from jhybrid.weights.load import Model, load_model, make_runner
+
+log = logging.getLogger("jhybrid")
+
+
+class Flight(NamedTuple):
+    """A step under way."""
+
+    plan: Plan
+    handle: StepHandle
+
+
+class Engine:
+    """An engine for one model.
+
+    Raises ConfigError, WeightsError or OutOfMemoryError when it cannot start. `submit` raises RequestError or
+    QueueFullError and leaves everything as it was.
+    """
+
+    def __init__(self, config: EngineConfig):
+        started = time.perf_counter()
+        with compilations.starting():
+            model = load_model(config)
+            runner = make_runner(config, model)
+        self._assemble(config, model, runner)
+        log.info("ready in %.1f s: %s", time.perf_counter() - started, self.stats.describe(self))
+
+    @classmethod
+    def with_runner(cls, config: EngineConfig, model: Model, runner: Runner) -> Self:
+        """An engine on a runner that exists already, as the scheduler's tests have one."""
+        engine = cls.__new__(cls)
+        engine._assemble(config, model, runner)
+        return engine
+
+    def _assemble(self, config: EngineConfig, model: Model, runner: Runner) -> None:
+        self.config, self.model, self.runner = config, model, runner
+        self.tokenizer: Tokenizer | None = model.tokenizer
+        self.ledger = Ledger(
+            page_size=config.page_size,
+            num_pages=runner.memory.num_pages,
+            num_slots=runner.memory.num_slots,
+            num_rows=config.max_num_seqs,
+        )
+        self.scheduler = Scheduler(
+            self.ledger, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self.packer = Packer(runner.buckets, runner.geometry(), config.max_num_seqs)
+        self.intake = Intake(model)
+        self.stats = Stats()
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._flight: Flight | None = None
+        self._told: list[Delta] = []  # ends that no step produced: aborts, failures
+        self._seeds = random.Random(config.seed)
+        self._names = itertools.count()
+        self._compiled_before = compilations.count()
+        self._closed = False
+
+    # submitting
+
+    def submit(self, request: Request) -> str:
+        """Queue a request and return its id. Nothing is kept of a request that is refused."""
+        if self._closed:
+            raise EngineDeadError("the engine is closed")
+        prompt = self.intake.check(request)
+        name = request.request_id or f"req-{next(self._names)}"
+        if name in self._sequences:
+            raise RequestError("request_id", f"{name!r} is already running; choose another or leave it out")
+        n = request.sampling.n
+        if self.scheduler.num_waiting + n > self.config.max_queue:
+            raise QueueFullError(
+                f"{self.scheduler.num_waiting} sequences wait and max_queue is {self.config.max_queue}; try again later"
+            )
+        self._sequences[name] = [self._sequence(name, i, request, prompt) for i in range(n)]
+        for sequence in self._sequences[name]:
+            self.scheduler.add(sequence)
+        self.stats.requests += 1
+        return name
+
+    def _sequence(self, name: str, index: int, request: Request, prompt: list[int]) -> Sequence:
+        sampling = request.sampling
+        given = sampling.seed
+        wants_prompt = sampling.prompt_logprobs is not None and index == 0
+        return Sequence(
+            request_id=name,
+            index=index,
+            request=request,
+            prompt_len=len(prompt),
+            token_ids=list(prompt),
+            max_total=self.intake.max_total(request, len(prompt)),
+            eos_token_ids=frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
+            seed=self._seeds.getrandbits(32) if given is None else fold_seed(given, index),
+            detokenizer=Detokenizer(
+                self.tokenizer,
+                stop=sampling.stop_strings,
+                include_stop=sampling.include_stop_str_in_output,
+                skip_special_tokens=sampling.skip_special_tokens,
+                min_tokens=sampling.min_tokens,
+            ),
+            prompt_logprobs=[None] * len(prompt) if wants_prompt else None,
+            submitted_at=time.monotonic(),
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever phase it is. The next `step` returns its last deltas. False if it is unknown."""
+        sequences = self._sequences.get(request_id)
+        if sequences is None:
+            return False
+        for sequence in list(sequences):
+            self._told.append(self._end(sequence, Delta(request_id, sequence.index, finish_reason="abort")))
+        return True
+
+    # stepping
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work or self._flight is not None or bool(self._told)
+
+    def step(self) -> list[Delta]:
+        """Start the next step and take in the one before. Returns what became known."""
+        plan = self.scheduler.plan()
+        before, self._flight = self._flight, self._launch(plan)
+        deltas = self._land(before)
+        if not self.config.async_scheduling:
+            before, self._flight = self._flight, None
+            deltas += self._land(before)
+        deltas, self._told = self._told + deltas, []
+        self.stats.log_now_and_then(self)
+        return deltas
+
+    def _launch(self, plan: Plan | None) -> Flight | None:
+        for sequence, error in self.scheduler.failed:
+            self._told.append(self._failure(sequence, error))
+        self.scheduler.failed.clear()
+        if plan is None:
+            return None
+        try:
+            for sequence in plan.admitted:
+                self.packer.admit(sequence)
+                adjusted = adjustments(sequence, self.model.vocab_size)
+                if adjusted is not None:
+                    assert sequence.holding is not None
+                    self.runner.set_row(sequence.holding.row, *adjusted)
+            flight = Flight(plan, self.runner.run(self.packer.pack(plan.items)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it fails this step's sequences and no others
+            self._fail_step(plan, error)
+            return None
+        self.stats.launched(plan)
+        return flight
+
+    def _land(self, flight: Flight | None) -> list[Delta]:
+        if flight is None:
+            return []
+        try:
+            result = flight.handle.result()
+        except Exception as error:  # noqa: BLE001 - a failed step fails its sequences and is never retried
+            self._fail_step(flight.plan, error)
+            return []
+        index = {id(item): i for i, item in enumerate(flight.plan.items)}
+        starts = list(itertools.accumulate((item.num_tokens for item in flight.plan.items), initial=0))
+        deltas = []
+        for item in self.scheduler.landed(flight.plan.items):
+            i = index[id(item)]
+            delta = self._take(item, result, i, starts[i])
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _fail_step(self, plan: Plan, error: Exception) -> None:
+        """Fail every sequence of a step with its cause. If the caches went with it, the others start over."""
+        log.error("step of %d sequences failed", len(plan.items), exc_info=error)
+        self.stats.failed_steps += 1
+        cause = StepError(f"the step failed: {type(error).__name__}: {error}")
+        cause.__cause__ = error
+        for item in self.scheduler.landed(plan.items):
+            self._told.append(self._failure(item.sequence, cause))
+        if not self.runner.lost:
+            return
+        flight, self._flight = self._flight, None
+        if flight is not None:  # it ran on what the failed step left
+            self._fail_step(flight.plan, error)
+        self.scheduler.preempt_all()
+        self.runner.reset()
+
+    # taking results in
+
+    def _take(self, item: Item, result: StepResult, i: int, start: int) -> Delta | None:
+        """What a step means for one sequence; None when it shows nothing yet (mid-prefill)."""
+        sequence = item.sequence
+        if sequence.prompt_logprobs is not None and not prompt_entries(item, result, start):
+            return self._failure(sequence, StepError(f"log-probabilities of the prompt near {item.first_pos} are NaN"))
+        if item.samples:
+            return self._token(item, result, i)
+        done = item.first_pos + item.num_tokens
+        if sequence.max_total == sequence.prompt_len == done:  # max_tokens=0: the prompt was all
+            return self._end(sequence, self._delta(sequence, finish_reason="length"))
+        return None
+
+    def _token(self, item: Item, result: StepResult, i: int) -> Delta:
+        sequence, sampling = item.sequence, item.sequence.request.sampling
+        token = int(result.tokens[i])
+        if token < 0:
+            at = item.first_pos + item.num_tokens - 1
+            return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
+        sequence.token_ids.append(token)
+        self.stats.output_tokens += 1
+        if sequence.first_token_at is None:
+            sequence.first_token_at = time.monotonic()
+        delta = self._delta(sequence, token_ids=[token])
+        if sampling.logprobs is not None:
+            delta.logprobs = [sampled_entry(result, i, token, sampling.logprobs)]
+        ends = sequence.num_outputs > sampling.min_tokens and (
+            token in sequence.eos_token_ids or token in sampling.stop_token_ids
+        )
+        stopped = None
+        if not ends or sampling.include_stop_str_in_output:
+            delta.text, stopped = sequence.detokenizer.push([token])
+        if stopped is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stopped
+        elif ends:
+            delta.finish_reason, delta.stop_reason = "stop", token
+        elif len(sequence.token_ids) >= sequence.max_total:
+            delta.finish_reason = "length"
+        if delta.finish_reason is None:
+            return delta
+        if stopped is None:
+            delta.text += sequence.detokenizer.finish()
+        return self._end(sequence, delta)
+
+    def _delta(self, sequence: Sequence, **fields: object) -> Delta:
+        delta = Delta(sequence.request_id, sequence.index, cached_tokens=sequence.cached_tokens, **fields)  # pyright: ignore[reportArgumentType]
+        if sequence.prompt_logprobs is not None and not sequence.prompt_logprobs_sent:
+            delta.prompt_logprobs = sequence.prompt_logprobs
+            sequence.prompt_logprobs_sent = True
+        return delta
+
+    def _failure(self, sequence: Sequence, error: Exception) -> Delta:
+        self.stats.failed_sequences += 1
+        return self._end(sequence, Delta(sequence.request_id, sequence.index, finish_reason="error", error=str(error)))
+
+    def _end(self, sequence: Sequence, last: Delta) -> Delta:
+        """Close a sequence's books; `last` is its last delta."""
+        self.scheduler.finish(sequence)
+        siblings = self._sequences[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._sequences[sequence.request_id]
+        return last
+
+    # whole answers
+
+    def stream(self, request: Request) -> Iterator[Delta]:
+        """The deltas of one request as they come. Leaving the iterator early aborts it."""
+        name = self.submit(request)
+        try:
+            left = request.sampling.n
+            while left:
+                for delta in self.step():
+                    if delta.request_id == name:
+                        left -= delta.finish_reason is not None
+                        yield delta
+        finally:
+            self.abort(name)
+
+    def generate(self, requests: Iterable[Request]) -> list[Output]:
+        """Answer requests, in their order. A request that is refused raises before anything runs."""
+        requests = list(requests)
+        prompts = [self.intake.check(request) for request in requests]
+        outputs: dict[str, Output] = {}
+        order: list[str] = []
+        waiting = iter(zip(requests, prompts, strict=True))
+        following = next(waiting, None)
+        while following or not all(o.finished for o in outputs.values()):
+            while following and (
+                not self.scheduler.num_waiting
+                or self.scheduler.num_waiting + following[0].sampling.n <= self.config.max_queue
+            ):
+                request, prompt = following
+                name = self.submit(request)
+                order.append(name)
+                outputs[name] = Output(name, prompt, [Completion(i) for i in range(request.sampling.n)])
+                following = next(waiting, None)
+            for delta in self.step():
+                if delta.request_id in outputs:
+                    outputs[delta.request_id].add(delta)
+        return [outputs[name] for name in order]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float | None]]:
+        """Log-probability of each token given those before it; the first of each sequence has none (None)."""
+        sampling = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        outputs = self.generate([Request(prompt_token_ids=tokens, sampling=sampling) for tokens in sequences])
+        scores: list[list[float | None]] = []
+        for output in outputs:
+            if output.prompt_logprobs is None:
+                raise StepError(output.error or "no log-probabilities came back")
+            scores.append([None if entry is None else entry[0][1] for entry in output.prompt_logprobs])
+        return scores
+
+    # looking and leaving
+
+    @property
+    def compilations_after_ready(self) -> int:
+        """Executables that XLA compiled since this engine was ready; 0 unless something is wrong."""
+        return compilations.count() - self._compiled_before
+
+    def status(self) -> dict:
+        """Running and waiting sequences, pages, slots, memory by kind, compilations after ready, counters."""
+        return self.stats.status(self)
+
+    def model_info(self) -> dict:
+        """The model's name, family, sizes and limits."""
+        return self.model.info()
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes. None are kept yet, so there is nothing to forget."""
+
+    def close(self) -> None:
+        """End what runs and give everything back. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        for name in list(self._sequences):
+            self.abort(name)
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self.scheduler.landed(flight.plan.items)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def fold_seed(seed: int, index: int) -> int:
+    """The 32-bit seed of a request's index-th answer."""
+    mixed = (seed & 0xFFFFFFFF) ^ ((seed >> 32) & 0xFFFFFFFF)
+    return (mixed + index * 0x9E3779B9) & 0xFFFFFFFF

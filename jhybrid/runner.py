@@ -1,0 +1,253 @@
+"""Runner: the only holder of device arrays. One ahead-of-time executable per bucket; a missing bucket raises."""
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from jax import Array
+
+from jhybrid.batch import NO_TARGET, Batch, Bucket, Geometry, Layout, unpack
+from jhybrid.cache.arrays import MemoryPlan, abstract_cache, plan_memory, tree_bytes
+from jhybrid.cache.router import Cache, Router
+from jhybrid.errors import MissingBucketError
+from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_logprobs
+
+log = logging.getLogger("jhybrid")
+
+PROMPT_LOGPROB_ROWS = 64  # rows of logits held at once while scoring a prompt
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device for the host."""
+
+    tokens: Array  # [S] int32: sampled token; -1 where the logits were not finite
+    logprob: Array  # [S] float32, of `tokens`
+    top_ids: Array  # [S, 20]
+    top_logprobs: Array  # [S, 20]
+    prompt_logprob: Array  # [T] float32, of `targets`
+    prompt_top_ids: Array  # [T, 20]
+    prompt_top_logprobs: Array  # [T, 20]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's results on the host; fields nobody asked for are None."""
+
+    tokens: np.ndarray
+    logprob: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    prompt_logprob: np.ndarray | None = None
+    prompt_top_ids: np.ndarray | None = None
+    prompt_top_logprobs: np.ndarray | None = None
+
+
+class StepHandle:
+    """A step under way. `result` waits for it and raises what the device raised."""
+
+    def __init__(self, batch: Batch, output: StepOutput):
+        self.batch = batch
+        self._output = output
+
+    def result(self) -> StepResult:
+        out, batch = self._output, self.batch
+        fields: dict[str, np.ndarray] = {"tokens": np.asarray(out.tokens)}
+        if batch.wants_logprobs:
+            fields |= {name: np.asarray(getattr(out, name)) for name in ("logprob", "top_ids", "top_logprobs")}
+        if batch.wants_prompt_logprobs:
+            names = ("prompt_logprob", "prompt_top_ids", "prompt_top_logprobs")
+            fields |= {name: np.asarray(getattr(out, name)) for name in names}
+        return StepResult(**fields)
+
+
+def step(
+    module: Any, layout: Layout, params: Any, cache: Cache, sampler: SamplerState, ints: Array, floats: Array
+) -> tuple[Cache, SamplerState, StepOutput]:
+    """One step of the model on one batch: forward, log-probabilities of the prompt where asked, sampling."""
+    batch = unpack(layout, ints, floats, sampler.last_token)
+    variables = {"params": params}
+    hidden, cache = module.apply(variables, batch.token_ids, cache, batch.spans)
+    logits_of = partial(module.apply, variables, method="logits")
+    last = jnp.maximum(batch.spans.query_start[1:] - 1, 0)
+    sampler, sampled = sample(logits_of(hidden[last]), sampler, batch.sampling)
+    prompt = _prompt_logprobs(logits_of, hidden, batch.targets)
+    tokens = jnp.where(sampled.finite, sampled.tokens, -1)
+    return cache, sampler, StepOutput(tokens, sampled.logprob, sampled.top_ids, sampled.top_logprobs, *prompt)
+
+
+def _prompt_logprobs(logits_of: Any, hidden: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """Log-probabilities of `targets` [T], a block of rows at a time, and only blocks that have targets.
+
+    Logits that are not finite give NaN, which the engine turns into the failure of that sequence.
+    """
+    tokens = hidden.shape[0]
+    rows = min(PROMPT_LOGPROB_ROWS, tokens)
+    blocks = -(-tokens // rows)
+    padded = jnp.pad(hidden, ((0, blocks * rows - tokens), (0, 0)))
+    wanted = jnp.pad(targets, (0, blocks * rows - tokens), constant_values=NO_TARGET)
+    shapes = jax.eval_shape(lambda h, t: token_logprobs(logits_of(h), t), padded[:rows], wanted[:rows])
+    empty = tuple(jnp.zeros((blocks * rows, *s.shape[1:]), s.dtype) for s in shapes)
+
+    def block(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
+        at = i * rows
+        ids = jax.lax.dynamic_slice_in_dim(wanted, at, rows)
+
+        def score(out: tuple[Array, ...]) -> tuple[Array, ...]:
+            found = token_logprobs(logits_of(jax.lax.dynamic_slice_in_dim(padded, at, rows)), jnp.maximum(ids, 0))
+            return tuple(jax.lax.dynamic_update_slice_in_dim(o, f, at, 0) for o, f in zip(out, found, strict=True))
+
+        return jax.lax.cond((ids != NO_TARGET).any(), score, lambda out: out, out)
+
+    last = jnp.max(jnp.where(targets != NO_TARGET, jnp.arange(tokens), -1)) // rows + 1
+    out = jax.lax.fori_loop(0, last, block, empty)
+    return tuple(o[:tokens] for o in out)  # pyright: ignore[reportReturnType]
+
+
+class Runner:
+    """Holds parameters, cache and sampler state, and runs batches on them, one after the other."""
+
+    def __init__(
+        self,
+        module: Any,
+        params: Any,
+        router: Router,
+        buckets: list[Bucket],
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        page_size: int,
+        pages_per_seq: int,
+        num_pages: int | None,
+        chunk_size: int,
+        memory_fraction: float,
+    ):
+        self.module, self.params, self.router, self.buckets = module, params, router, buckets
+        self._sampler_shape = (max_num_seqs, vocab_size)
+        self._page_size, self._table_width, self._chunk_size = page_size, pages_per_seq, chunk_size
+        self.bucket_seconds: dict[Bucket, float] = {}
+        self._executables: dict[Bucket, Any] = {}
+        sampler = jax.eval_shape(partial(init_state, *self._sampler_shape))
+        plan = partial(
+            plan_memory,
+            router,
+            weights=tree_bytes(params),
+            sampler=tree_bytes(sampler),
+            available=int((device_bytes_free() + tree_bytes(params)) * memory_fraction),
+            max_num_seqs=max_num_seqs,
+            pages_per_seq=pages_per_seq,
+            num_pages=num_pages,
+        )
+        self.memory = self._compile_within(plan, sampler)
+        abstract = abstract_cache(router, slots=self.memory.num_slots, pages=self.memory.num_pages)
+
+        def allocate() -> tuple[Cache, SamplerState]:
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
+            return zeros, init_state(*self._sampler_shape)
+
+        self._allocate = jax.jit(allocate).lower().compile()
+        self._set_row = self._compile_set_row(sampler)
+        self.reset()
+
+    def _compile_within(self, plan: Any, sampler: Any) -> MemoryPlan:
+        """Compile every bucket for the page count that memory allows once the steps' scratch is known."""
+        largest = max(self.buckets, key=lambda b: (b.tokens, b.seqs))
+        memory = plan(scratch=0)
+        self._compile(largest, memory, sampler)
+        scratch = self._scratch(largest)
+        final = plan(scratch=scratch)
+        if final.num_pages != memory.num_pages:
+            self._compile(largest, final, sampler)
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            rest = [b for b in self.buckets if b != largest]
+            list(pool.map(lambda bucket: self._compile(bucket, final, sampler), rest))
+        return plan(scratch=max(self._scratch(b) for b in self.buckets))
+
+    def _compile(self, bucket: Bucket, memory: MemoryPlan, sampler: Any) -> None:
+        start = time.perf_counter()
+        layout = Layout(bucket, self.geometry(memory.num_slots, memory.num_pages))
+        cache = abstract_cache(self.router, slots=memory.num_slots, pages=memory.num_pages)
+        params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self.params)
+        vectors = (
+            jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
+            jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
+        )
+        function = jax.jit(partial(step, self.module, layout), donate_argnums=(1, 2))
+        self._executables[bucket] = function.lower(params, cache, sampler, *vectors).compile()
+        self.bucket_seconds[bucket] = time.perf_counter() - start
+        log.info("compiled %s in %.2f s", bucket, self.bucket_seconds[bucket])
+
+    def _compile_set_row(self, sampler: SamplerState) -> Any:
+        _, vocab_size = self._sampler_shape
+        arguments = (
+            sampler,
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((vocab_size,), jnp.int32),
+            jax.ShapeDtypeStruct((vocab_size,), jnp.float32),
+        )
+        return jax.jit(set_row, donate_argnums=0).lower(*arguments).compile()
+
+    def _scratch(self, bucket: Bucket) -> int:
+        analysis = self._executables[bucket].memory_analysis()
+        return int(analysis.temp_size_in_bytes) if analysis is not None else 0
+
+    def geometry(self, num_slots: int | None = None, num_pages: int | None = None) -> Geometry:
+        """What batch layouts need to know of the caches."""
+        slots = self.memory.num_slots if num_slots is None else num_slots
+        pages = self.memory.num_pages if num_pages is None else num_pages
+        max_num_seqs, _ = self._sampler_shape
+        return Geometry(
+            page_size=self._page_size,
+            table_width=self._table_width if self.router.has_pages else 0,
+            has_slots=self.router.has_slots,
+            scratch_slot=slots,
+            scratch_page=pages,
+            scratch_row=max_num_seqs,
+            chunk_size=self._chunk_size,
+        )
+
+    def reset(self) -> None:
+        """Fresh caches and sampler state. Compiles nothing."""
+        self.cache: Cache
+        self.sampler: SamplerState
+        self.cache, self.sampler = self._allocate()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a failed step took the donated caches with it."""
+        held = (self.cache, self.sampler)
+        if any(a.is_deleted() for a in jax.tree.leaves(held)):
+            return True
+        try:
+            jax.block_until_ready(held)
+        except RuntimeError:  # they are the outputs of the step that failed
+            return True
+        return False
+
+    def set_row(self, row: int, counts: np.ndarray, bias: np.ndarray) -> None:
+        """Tell the sampler a row's token counts [V] and logit biases [V], before the row's next step."""
+        self.sampler = self._set_row(self.sampler, np.int32(row), counts, bias)
+
+    def run(self, batch: Batch) -> StepHandle:
+        """Start a step; it runs after all earlier ones. MissingBucketError if its shape was never compiled."""
+        executable = self._executables.get(batch.bucket)
+        if executable is None:
+            raise MissingBucketError(f"{batch.bucket} was not compiled; there are {[str(b) for b in self.buckets]}")
+        self.cache, self.sampler, output = executable(self.params, self.cache, self.sampler, batch.ints, batch.floats)
+        return StepHandle(batch, output)
+
+
+def device_bytes_free() -> int:
+    """Free bytes of the first device's memory; of the machine's on CPU."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats is None:
+        return psutil.virtual_memory().available
+    return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])

@@ -1,0 +1,185 @@
+"""Scheduler: decides who runs how many tokens in the next step, and takes the results in.
+
+Called by the engine alone. It sees memory only through the ledger. Nothing here costs time that grows with
+the number of waiting sequences: the queue is a heap, and an abort leaves a tombstone in it.
+"""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jhybrid.cache.ledger import Ledger
+from jhybrid.errors import SlotPoolEmptyError
+from jhybrid.sequence import Phase, Sequence
+
+
+@dataclass(eq=False)
+class Item:
+    """One sequence's share of a step: `num_tokens` tokens from position `first_pos`."""
+
+    sequence: Sequence
+    first_pos: int
+    num_tokens: int
+    samples: bool  # the last token's logits yield a token
+    step: int  # index of that token in the answer
+
+
+@dataclass(eq=False)
+class Plan:
+    """A step to be: its items, and the sequences that just got a row and must be set up on the device first."""
+
+    items: list[Item]
+    admitted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill under a token budget, priorities and preemption by recompute.
+
+    Order is (priority, arrival) everywhere: the first in that order is never preempted for a later one, so it
+    always finishes, and by induction so does everybody.
+    """
+
+    def __init__(self, ledger: Ledger, *, max_num_seqs: int, max_num_batched_tokens: int):
+        self.ledger = ledger
+        self.max_num_seqs = max_num_seqs
+        self.budget = max_num_batched_tokens
+        self.running: list[Sequence] = []
+        self._queue: list[tuple[tuple[int, int], Sequence]] = []
+        self.num_waiting = 0
+        self.num_preemptions = 0
+        self.failed: list[tuple[Sequence, SlotPoolEmptyError]] = []  # refused by the ledger; the engine reports them
+        self._arrivals = 0
+        self._steps = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        self.num_waiting += 1
+        heapq.heappush(self._queue, (sequence.order, sequence))
+        if len(self._queue) > 2 * self.num_waiting + 64:  # mostly tombstones
+            self._queue = [entry for entry in self._queue if entry[1].phase is Phase.WAITING]
+            heapq.heapify(self._queue)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self.num_waiting > 0
+
+    def finish(self, sequence: Sequence) -> None:
+        """The one way a sequence ends, for whatever reason and in whatever phase."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        if sequence.phase is Phase.WAITING:
+            self.num_waiting -= 1  # its entry in the heap is skipped when it comes up
+        else:
+            self.running.remove(sequence)
+        sequence.phase = Phase.FINISHED
+        self.ledger.release(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take everything from a running sequence and queue it again; it is recomputed from position 0."""
+        self.running.remove(sequence)
+        self.ledger.release(sequence)
+        sequence.dispatched = 0
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(sequence)
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when nobody can run. Marks its tokens as dispatched."""
+        self._steps += 1
+        shares: dict[Sequence, int] = {}
+        budget = self.budget
+        preempted = False
+        for sequence in self._by_turn():
+            if sequence.phase is not Phase.RUNNING or budget == 0:
+                continue
+            tokens = min(sequence.remaining, budget)
+            if tokens <= 0:
+                continue
+            while not self.ledger.reserve(sequence, sequence.dispatched + tokens):
+                preempted = True
+                victim = max(self.running, key=lambda s: s.order)
+                budget += shares.pop(victim, 0)
+                self.preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                shares[sequence] = tokens
+                budget -= tokens
+        admitted = [] if preempted else self._admit(shares, budget)
+        if not shares:
+            return None
+        return Plan([self._dispatch(s, n) for s, n in shares.items()], admitted)
+
+    def _by_turn(self) -> list[Sequence]:
+        """Running sequences, decodes before prefills; when the budget cannot serve all, the longest unserved first."""
+        if len(self.running) > self.budget:
+            return sorted(self.running, key=lambda s: (s.last_step, s.order))
+        return sorted(self.running, key=lambda s: (s.remaining > 1, s.order))
+
+    def _admit(self, shares: dict[Sequence, int], budget: int) -> list[Sequence]:
+        """Move sequences from the queue to running while rows, pages and budget last; adds their shares."""
+        admitted: list[Sequence] = []
+        while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := self._head()) is not None:
+            needed = self.ledger.pages_for(min(sequence.total + 1, sequence.max_total))
+            if self.running and needed > self.ledger.pages.free:
+                break
+            tokens = min(sequence.remaining, budget)
+            try:
+                if not self.ledger.reserve(sequence, tokens):
+                    break
+            except SlotPoolEmptyError as error:
+                self.finish(sequence)
+                self.failed.append((sequence, error))
+                continue
+            heapq.heappop(self._queue)
+            self.num_waiting -= 1
+            sequence.phase = Phase.RUNNING
+            self.running.append(sequence)
+            admitted.append(sequence)
+            shares[sequence] = tokens
+            budget -= tokens
+        return admitted
+
+    def _head(self) -> Sequence | None:
+        """First in the queue that is still waiting and whose tokens the host all knows."""
+        while self._queue and self._queue[0][1].phase is not Phase.WAITING:
+            heapq.heappop(self._queue)
+        if not self._queue or self._queue[0][1].pending:
+            return None
+        return self._queue[0][1]
+
+    def _dispatch(self, sequence: Sequence, tokens: int) -> Item:
+        first_pos = sequence.dispatched
+        sequence.dispatched += tokens
+        sequence.last_step = self._steps
+        samples = sequence.dispatched == sequence.total and sequence.total < sequence.max_total
+        item = Item(sequence, first_pos, tokens, samples, sequence.total - sequence.prompt_len)
+        sequence.pending += samples
+        return item
+
+    def landed(self, items: Iterable[Item]) -> list[Item]:
+        """Take a finished step in: its tokens are no longer pending. Returns the items of living sequences."""
+        living = []
+        for item in items:
+            item.sequence.pending -= item.samples
+            if item.sequence.phase is Phase.FINISHED:
+                continue
+            if item.sequence.phase is Phase.RUNNING:
+                self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
+            living.append(item)
+        return living
+
+    def preempt_all(self) -> None:
+        """Queue every running sequence again, because the cache was lost with a failed step."""
+        for sequence in list(self.running):
+            self.preempt(sequence)

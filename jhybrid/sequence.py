@@ -1,0 +1,81 @@
+"""Sequence: the host's mutable bookkeeping of one completion of one request. Owned by the scheduler."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jhybrid.detokenizer import Detokenizer
+from jhybrid.request import Request, TokenLogprobs
+
+
+class Phase(Enum):
+    """Where a sequence is; `prefill` and `decode` are both RUNNING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class Holding:
+    """What a running sequence holds of the caches. Given by `Ledger.reserve`, taken back by `Ledger.release`."""
+
+    row: int
+    slot: int | None
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion. `token_ids` are the tokens the host knows: the prompt, then what was sampled.
+
+    `dispatched` counts positions given to the device (the recurrence is over [0, dispatched) once those
+    steps are done); `pending` counts tokens sampled on the device that the host has not seen yet.
+    """
+
+    request_id: str
+    index: int
+    request: Request
+    prompt_len: int
+    token_ids: list[int]
+    max_total: int  # prompt and answer together
+    eos_token_ids: frozenset[int]  # tokens that end it
+    seed: int
+    detokenizer: Detokenizer
+    arrival: int = 0
+    phase: Phase = Phase.WAITING
+    holding: Holding | None = None
+    dispatched: int = 0
+    pending: int = 0
+    last_step: int = -1  # number of the last step it was in
+    preemptions: int = 0
+    cached_tokens: int = 0
+    text: str = ""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs_sent: bool = False
+    submitted_at: float = 0.0
+    first_token_at: float | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Sampled tokens the host knows."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def total(self) -> int:
+        """Tokens that exist, those the host has not seen yet included."""
+        return len(self.token_ids) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that exist and were not given to the device, except a last one that nothing follows."""
+        return min(self.total, self.computable) - self.dispatched
+
+    @property
+    def computable(self) -> int:
+        """Positions worth computing: the last allowed token is sampled, never read."""
+        return max(self.prompt_len, self.max_total - 1)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.request.priority, self.arrival)

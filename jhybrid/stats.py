@@ -1,0 +1,84 @@
+"""Stats: an engine's counters, its status as a dictionary, and the periodic log line."""
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from jhybrid.scheduler import Plan
+
+if TYPE_CHECKING:
+    from jhybrid.engine import Engine
+
+log = logging.getLogger("jhybrid")
+
+LOG_SECONDS = 10.0
+
+
+class Stats:
+    """Counts since the engine was ready."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.failed_steps = 0
+        self.failed_sequences = 0
+        self._logged_at = time.monotonic()
+        self._logged_tokens = 0
+
+    def launched(self, plan: Plan) -> None:
+        """Count a step that has started."""
+        self.steps += 1
+        self.prompt_tokens += sum(
+            min(item.num_tokens, max(0, item.sequence.prompt_len - item.first_pos)) for item in plan.items
+        )
+
+    def status(self, engine: "Engine") -> dict:
+        """What `Engine.status` returns. State fields appear for models with recurrent layers only."""
+        ledger, memory = engine.ledger, engine.runner.memory
+        kinds = memory.by_kind()
+        status: dict = {
+            "running": len(engine.scheduler.running),
+            "waiting": engine.scheduler.num_waiting,
+            "pages": {"total": ledger.pages.size, "free": ledger.pages.free, "used": ledger.pages.used},
+        }
+        if ledger.slots.size:
+            status["slots"] = {"total": ledger.slots.size, "free": ledger.slots.free, "used": ledger.slots.used}
+            status["snapshots"] = {"total": 0, "free": 0, "used": 0}
+        else:
+            kinds = {kind: size for kind, size in kinds.items() if kind not in ("state", "snapshots")}
+        return status | {
+            "memory_bytes": kinds,
+            "memory_total_bytes": memory.total,
+            "compilations_after_ready": engine.compilations_after_ready,
+            "requests": self.requests,
+            "steps": self.steps,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "preemptions": engine.scheduler.num_preemptions,
+            "failed_steps": self.failed_steps,
+            "failed_sequences": self.failed_sequences,
+        }
+
+    def describe(self, engine: "Engine") -> str:
+        """One line: what the engine holds and how much of it is in use."""
+        ledger, memory = engine.ledger, engine.runner.memory
+        tokens = ledger.pages.size * ledger.page_size
+        parts = [
+            f"{len(engine.scheduler.running)} running, {engine.scheduler.num_waiting} waiting",
+            f"pages {ledger.pages.used}/{ledger.pages.size} ({tokens} tokens, {memory.kv / 1e6:.1f} MB)",
+        ]
+        if ledger.slots.size:
+            parts.append(f"slots {ledger.slots.used}/{ledger.slots.size} ({memory.state / 1e6:.1f} MB)")
+        parts.append(f"weights {memory.weights / 1e6:.1f} MB, scratch {memory.scratch / 1e6:.1f} MB")
+        return ", ".join(parts)
+
+    def log_now_and_then(self, engine: "Engine") -> None:
+        """The periodic log line, every LOG_SECONDS while there is work."""
+        now = time.monotonic()
+        if now - self._logged_at < LOG_SECONDS:
+            return
+        rate = (self.output_tokens - self._logged_tokens) / (now - self._logged_at)
+        log.info("%s, %.1f tokens/s", self.describe(engine), rate)
+        self._logged_at, self._logged_tokens = now, self.output_tokens

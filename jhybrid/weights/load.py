@@ -1,0 +1,162 @@
+"""Load: from an engine's configuration to a model in memory. Called once, by the engine, before anything is compiled."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jhybrid.batch import make_buckets
+from jhybrid.cache.router import Router
+from jhybrid.config import EngineConfig
+from jhybrid.errors import ConfigError
+from jhybrid.models import ModelConfig, abstract_params, family_for, read_config
+from jhybrid.runner import Runner
+from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
+from jhybrid.weights.orbax import is_orbax, load_orbax
+from jhybrid.weights.safetensors import load_safetensors
+
+log = logging.getLogger("jhybrid")
+
+DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
+IGNORED = (r"(model\.)?mtp\..*", r".*rotary_emb\.inv_freq")
+UNLIMITED_MODEL_LEN = 32768  # for models that nothing limits, unless max_model_len says otherwise
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in memory, and what the engine must know of it besides its arrays."""
+
+    name: str
+    architecture: str
+    config: ModelConfig | None
+    module: nn.Module | None
+    params: Any
+    router: Router
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    num_parameters: int = 0
+
+    def info(self) -> dict[str, Any]:
+        """What `Engine.model_info` returns."""
+        return {
+            "model": self.name,
+            "architecture": self.architecture,
+            "vocab_size": self.vocab_size,
+            "max_model_len": self.max_model_len,
+            "dtype": self.dtype,
+            "num_layers": self.config.num_layers if self.config else 0,
+            "num_parameters": self.num_parameters,
+            "eos_token_ids": sorted(self.eos_token_ids),
+            "has_tokenizer": self.tokenizer is not None,
+            "bytes_per_slot": self.router.bytes_per_slot,
+            "bytes_per_page": self.router.bytes_per_page,
+        }
+
+
+def find_model(model: str) -> Path:
+    """The directory that a `model` argument means. ConfigError if there is no model there."""
+    directory = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
+    if not directory.is_dir():
+        raise ConfigError("model", f"{model!r} is no directory; give a Hugging Face or Orbax directory, or `demo`")
+    if not (directory / "config.json").exists():
+        raise ConfigError("model", f"{directory} has no config.json, so it is no model directory")
+    return directory
+
+
+def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, Router, str]:
+    """A model's config, module, router and dtype. Reads no weights."""
+    model_config = read_config(find_model(config.model))
+    dtype = _dtype(config.dtype)
+    module = family_for(model_config).module(model_config, jnp.dtype(dtype))
+    router = Router(
+        model_config.layer_parts(
+            page_size=config.page_size,
+            kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            state_dtype=config.state_dtype,
+            conv_dtype=dtype,
+        )
+    )
+    return model_config, module, router, dtype
+
+
+def load_model(config: EngineConfig) -> Model:
+    """Read the config, then stream the weights to their place. Raises ConfigError or WeightsError."""
+    started = time.perf_counter()
+    directory = find_model(config.model)
+    model_config, module, router, dtype = read_model(config)
+    if config.enable_prefix_caching:
+        log.warning("enable_prefix_caching: prefixes are not shared between requests yet; every prompt is computed")
+    max_model_len = choose_max_model_len(config, model_config)
+    shapes = abstract_params(module)
+    if is_orbax(directory):
+        params = load_orbax(directory, shapes)
+    else:
+        names = family_for(model_config).weight_names(model_config)
+        ignored = (*IGNORED, r"lm_head\.weight") if model_config.tie_word_embeddings else IGNORED
+        params = load_safetensors(directory, shapes, names, ignored=ignored)
+    tokenizer = load_tokenizer(directory)
+    own = tokenizer.eos_token_ids[:1] if tokenizer else ()
+    model = Model(
+        name=config.model,
+        architecture=family_for(model_config).architecture,
+        config=model_config,
+        module=module,
+        params=params,
+        router=router,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(read_eos_token_ids(directory, own[0] if own else None)),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        num_parameters=sum(a.size for a in jax.tree.leaves(params)),
+    )
+    log.info("loaded %s: %d parameters in %.2f s", config.model, model.num_parameters, time.perf_counter() - started)
+    return model
+
+
+def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The longest sequence to serve: what was asked, or the model's own limit rounded down to whole pages."""
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is not None:
+        if limit is not None and config.max_model_len > limit:
+            raise ConfigError(
+                "max_model_len", f"{config.max_model_len} is above the model's own limit {limit}; lower it"
+            )
+        return config.max_model_len
+    limit = limit or UNLIMITED_MODEL_LEN
+    if config.num_pages is not None:
+        limit = min(limit, config.num_pages * config.page_size)
+    if limit < config.page_size:
+        raise ConfigError("page_size", f"{config.page_size} is above the model's longest sequence {limit}; lower it")
+    return limit // config.page_size * config.page_size
+
+
+def make_runner(config: EngineConfig, model: Model) -> Runner:
+    """Plan memory, compile every bucket, allocate the caches."""
+    return Runner(
+        model.module,
+        model.params,
+        model.router,
+        make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
+        vocab_size=model.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        page_size=config.page_size,
+        pages_per_seq=-(-model.max_model_len // config.page_size),
+        num_pages=config.num_pages,
+        chunk_size=config.chunk_size,
+        memory_fraction=config.memory_share(jax.default_backend()),
+    )
+
+
+def _dtype(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
