@@ -1,4 +1,7 @@
-"""TensorName: where a checkpoint tensor goes in the parameter tree. Families list them; loaders and the exporter read them."""
+"""TensorName: where a checkpoint tensor goes in the parameter tree.
+
+Families list them; loaders and the exporter read them.
+"""
 
 from dataclasses import dataclass
 
@@ -17,3 +20,4 @@ class TensorName:
     index: int | None = None
     rows: tuple[int, int] | None = None
     required: bool = True  # False: absent is fine (then the parameter must be filled by another name)
+    file_shape: tuple[int, ...] | None = None  # what an export writes, where axes of length 1 differ from the place
