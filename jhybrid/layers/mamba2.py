@@ -125,7 +125,11 @@ def mamba2_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: Mamba2Spec)
         places["conv1d.bias"] = ("conv_bias",)
     if spec.proj_bias:
         places |= {"in_proj.bias": ("in_proj", "bias"), "out_proj.bias": ("out_proj", "bias")}
-    return [TensorName(tuple(f"{hub}.{name}" for hub in hubs), (*path, *at)) for name, at in places.items()]
+    in_file = {"conv1d.weight": (spec.conv_size, 1, spec.conv_kernel)}
+    return [
+        TensorName(tuple(f"{hub}.{name}" for hub in hubs), (*path, *at), file_shape=in_file.get(name))
+        for name, at in places.items()
+    ]
 
 
 def _uniform(bound: float):
