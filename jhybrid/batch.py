@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def ints(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Field -> (offset, shape). A model without recurrent layers has no slots here, one without attention no pages."""
+        """Field -> (offset, shape). No slots without recurrent layers, no page table without attention."""
         tokens, seqs, chunks = self.bucket.tokens, self.bucket.seqs, self.chunks
         shapes: dict[str, tuple[int, ...]] = {
             "num_chunks": (),
@@ -105,7 +105,7 @@ class Layout:
 
     @cached_property
     def floats(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        return _offsets({name: (self.bucket.seqs,) for name in FLOAT_FIELDS})
+        return _offsets(dict.fromkeys(FLOAT_FIELDS, (self.bucket.seqs,)))
 
     @property
     def num_ints(self) -> int:

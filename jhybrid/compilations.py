@@ -4,10 +4,15 @@ A compilation after an engine says ready is a fault (it stalls every request), s
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+log = logging.getLogger("jhybrid")
 
 _lock = threading.Lock()
 _starting = 0  # engines that are starting now
@@ -22,6 +27,26 @@ def _on_event(event: str, _seconds: float, **_: object) -> None:
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+def keep_in(directory: Path | None) -> None:
+    """Keep compiled executables in `directory` between starts; None for nowhere.
+
+    A directory that cannot be used is a warning, not an error.
+    """
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("compilation_cache_dir %s cannot be used (%s); every start compiles anew", directory, error)
+            directory = None
+    wanted = str(directory) if directory is not None else None
+    if jax.config.jax_compilation_cache_dir == wanted:
+        return
+    jax.config.update("jax_compilation_cache_dir", wanted)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    compilation_cache.reset_cache()  # JAX opens its cache once and would stay with the former directory
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ class EngineConfig:
     """Hugging Face directory, Orbax directory, or `demo` for the embedded model."""
     dtype: str = "auto"
     """Weights and activations: auto | float32 | bfloat16. auto is float32 on CPU, else the checkpoint's own."""
+    load_format: str = "auto"
+    """auto reads the checkpoint; dummy gives random weights to a directory that has only a config.json."""
     max_model_len: int | None = None
     """Most tokens of prompt and answer together. None: the model's own limit, lowered to what memory holds."""
     max_num_seqs: int = 16
@@ -59,6 +61,8 @@ class EngineConfig:
                 _positive(name, getattr(self, name))
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError("load_format", f"{self.load_format!r} is not one of auto, dummy")
         if self.kv_cache_dtype not in DTYPES:
             raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(DTYPES)}")
         if self.state_dtype not in ("float32", "bfloat16"):

@@ -45,6 +45,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig):
         started = time.perf_counter()
+        log.info("configuration: %s", config.describe())
+        compilations.keep_in(config.compilation_cache())
         with compilations.starting():
             model = load_model(config)
             runner = make_runner(config, model)
@@ -144,13 +146,14 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Start the next step and take in the one before. Returns what became known."""
-        plan = self.scheduler.plan()
-        before, self._flight = self._flight, self._launch(plan)
-        deltas = self._land(before)
-        if not self.config.async_scheduling:
-            before, self._flight = self._flight, None
-            deltas += self._land(before)
-        deltas, self._told = self._told + deltas, []
+        with self.stats.timed("step"):
+            plan = self.scheduler.plan()
+            before, self._flight = self._flight, self._launch(plan)
+            deltas = self._land(before)
+            if not self.config.async_scheduling:
+                before, self._flight = self._flight, None
+                deltas += self._land(before)
+            deltas, self._told = self._told + deltas, []
         self.stats.log_now_and_then(self)
         return deltas
 
@@ -167,7 +170,9 @@ class Engine:
                 if adjusted is not None:
                     assert sequence.holding is not None
                     self.runner.set_row(sequence.holding.row, *adjusted)
-            flight = Flight(plan, self.runner.run(self.packer.pack(plan.items)))
+            batch = self.packer.pack(plan.items)
+            with self.stats.timed("launch"):
+                flight = Flight(plan, self.runner.run(batch))
         except Exception as error:  # noqa: BLE001 - whatever it is, it fails this step's sequences and no others
             self._fail_step(plan, error)
             return None
@@ -178,7 +183,8 @@ class Engine:
         if flight is None:
             return []
         try:
-            result = flight.handle.result()
+            with self.stats.timed("wait"):
+                result = flight.handle.result()
         except Exception as error:  # noqa: BLE001 - a failed step fails its sequences and is never retried
             self._fail_step(flight.plan, error)
             return []

@@ -141,7 +141,6 @@ class Output:
     def error(self) -> str | None:
         return self.completions[0].error
 
-
     def add(self, delta: "Delta") -> None:
         """Take in what a step added."""
         completion = self.completions[delta.index]

@@ -1,20 +1,18 @@
 """Step results read out for one sequence: log-probability entries, and what the sampler must know of a new row."""
 
-import math
-
 import numpy as np
 
 from jhybrid.batch import needs_row
 from jhybrid.request import TokenLogprobs
 from jhybrid.runner import StepResult
-from jhybrid.sampling import PROMPT_BIT
+from jhybrid.sampling import LOGPROB_FLOOR, PROMPT_BIT
 from jhybrid.scheduler import Item
 from jhybrid.sequence import Sequence
 
 
 def entry(token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray, count: int) -> TokenLogprobs:
     """The `count` most likely tokens, highest first, with `token` always among them."""
-    best = [(int(i), float(lp)) for i, lp in zip(top_ids[:count], top_logprobs[:count], strict=True)]
+    best = [(int(i), float(lp)) for i, lp in zip(top_ids[:count], top_logprobs[:count], strict=True) if i >= 0]
     if all(i != token for i, _ in best):
         best.append((token, float(logprob)))
     return best
@@ -27,7 +25,7 @@ def sampled_entry(result: StepResult, i: int, token: int, count: int) -> TokenLo
 
 
 def prompt_entries(item: Item, result: StepResult, start: int) -> bool:
-    """Fill in the sequence's prompt entries that this step computed. False if one is not a number.
+    """Fill in the sequence's prompt entries that this step computed. False if the logits were not finite.
 
     The token at position p + 1 is scored by the logits at position p; `start` is the item's first token in the step.
     """
@@ -39,11 +37,12 @@ def prompt_entries(item: Item, result: StepResult, start: int) -> bool:
         assert result.prompt_logprob is not None
         assert result.prompt_top_ids is not None and result.prompt_top_logprobs is not None
         at = start + position - item.first_pos
-        logprob = float(result.prompt_logprob[at])
-        if math.isnan(logprob):
+        if result.prompt_top_logprobs[at, 0] <= LOGPROB_FLOOR:  # even the likeliest: logits that are not finite
             return False
         token = sequence.token_ids[position + 1]
-        entries[position + 1] = entry(token, logprob, result.prompt_top_ids[at], result.prompt_top_logprobs[at], count)
+        entries[position + 1] = entry(
+            token, result.prompt_logprob[at], result.prompt_top_ids[at], result.prompt_top_logprobs[at], count
+        )
     return True
 
 

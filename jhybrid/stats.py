@@ -1,7 +1,9 @@
 """Stats: an engine's counters, its status as a dictionary, and the periodic log line."""
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jhybrid.scheduler import Plan
@@ -24,6 +26,8 @@ class Stats:
         self.output_tokens = 0
         self.failed_steps = 0
         self.failed_sequences = 0
+        self.seconds = {"step": 0.0, "launch": 0.0, "wait": 0.0}
+        """Wall time inside `Engine.step`, of it in handing steps to the device, and in waiting for their results."""
         self._logged_at = time.monotonic()
         self._logged_tokens = 0
 
@@ -33,6 +37,15 @@ class Stats:
         self.prompt_tokens += sum(
             min(item.num_tokens, max(0, item.sequence.prompt_len - item.first_pos)) for item in plan.items
         )
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the time spent inside to `seconds[what]`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - started
 
     def status(self, engine: "Engine") -> dict:
         """What `Engine.status` returns. State fields appear for models with recurrent layers only."""
@@ -59,6 +72,7 @@ class Stats:
             "preemptions": engine.scheduler.num_preemptions,
             "failed_steps": self.failed_steps,
             "failed_sequences": self.failed_sequences,
+            "seconds": dict(self.seconds),
         }
 
     def describe(self, engine: "Engine") -> str:

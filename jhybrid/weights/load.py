@@ -1,4 +1,4 @@
-"""Load: from an engine's configuration to a model in memory. Called once, by the engine, before anything is compiled."""
+"""Load: from an engine's configuration to a model in memory. Called by the engine, before anything is compiled."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from jhybrid.batch import make_buckets
 from jhybrid.cache.router import Router
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
-from jhybrid.models import ModelConfig, abstract_params, family_for, read_config
+from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, read_config
 from jhybrid.runner import Runner
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from jhybrid.weights.orbax import is_orbax, load_orbax
@@ -96,7 +96,9 @@ def load_model(config: EngineConfig) -> Model:
         log.warning("enable_prefix_caching: prefixes are not shared between requests yet; every prompt is computed")
     max_model_len = choose_max_model_len(config, model_config)
     shapes = abstract_params(module)
-    if is_orbax(directory):
+    if config.load_format == "dummy":
+        params = init_params(module, jax.random.key(config.seed))
+    elif is_orbax(directory):
         params = load_orbax(directory, shapes)
     else:
         names = family_for(model_config).weight_names(model_config)

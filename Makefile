@@ -1,0 +1,39 @@
+# `make demo` and `make test` set everything up by themselves on a machine with Python, pip, make and a C compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-long check lint types proto bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	touch $@
+
+demo: $(STAMP)  ## install, start the server on the embedded model, stream an answer from it over gRPC
+	$(BIN)/python examples/serve_and_stream.py
+
+test: $(STAMP)  ## the tests, long ones excepted
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-long: $(STAMP)  ## every test
+	$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+check: lint types test  ## what CI runs
+
+proto: $(STAMP)  ## regenerate the gRPC stubs
+	$(BIN)/python server/generate_stubs.py
+
+bench: $(STAMP)  ## the engine's figures on this machine
+	$(BIN)/python benchmarks/engine.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

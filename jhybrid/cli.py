@@ -1,0 +1,203 @@
+"""The command line: `jhybrid serve | client | generate | score | inspect | bench | train`, all with `--json`."""
+
+import dataclasses
+import json
+import logging
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
+
+from jhybrid.config import EngineConfig
+from jhybrid.errors import JhybridError, RequestError
+from jhybrid.request import Request, SamplingParams
+
+Config = OmitArgPrefixes[EngineConfig]
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Sampling, in the names that LLM servers share."""
+
+    max_tokens: int = 128
+    """Most tokens of the answer."""
+    min_tokens: int = 0
+    """No end token or stop string before this many tokens."""
+    temperature: float = 0.7
+    """0 is greedy."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 for off."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens of this total probability."""
+    min_p: float = 0.0
+    """Leave out tokens below this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """Same seed, same answer."""
+    n: int = 1
+    """Answers per prompt."""
+    logprobs: int | None = None
+    """Log-probabilities of this many likeliest tokens per position."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer."""
+    ignore_eos: bool = False
+    """Go on after end tokens."""
+
+    def params(self) -> SamplingParams:
+        """The same as SamplingParams."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return SamplingParams(**fields | {"stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)})
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Answer prompts; the text is streamed when there is one prompt."""
+
+    prompt: Annotated[tuple[str, ...], arg(aliases=["-p"])]
+    """Prompts; `-` reads one from standard input."""
+    engine: Config = field(default_factory=EngineConfig)
+    sampling: OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
+    json: bool = False
+    """One JSON object per prompt."""
+
+    def run(self) -> None:
+        from jhybrid.engine import Engine
+
+        prompts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
+        params = self.sampling.params()
+        with Engine(self.engine) as engine:
+            if len(prompts) == 1 and params.n == 1 and not self.json:
+                for delta in engine.stream(Request(prompt=prompts[0], sampling=params)):
+                    print(delta.text, end="", flush=True)
+                    if delta.error is not None:
+                        raise JhybridError(delta.error)
+                print()
+                return
+            for prompt, output in zip(
+                prompts, engine.generate([Request(prompt=p, sampling=params) for p in prompts]), strict=True
+            ):
+                if self.json:
+                    print(json.dumps({"prompt": prompt} | dataclasses.asdict(output), ensure_ascii=False))
+                    continue
+                for completion in output.completions:
+                    print(f"--- {prompt!r} [{completion.index}] {completion.error or completion.finish_reason}")
+                    print(completion.text)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probability of each token of a text."""
+
+    text: Annotated[tuple[str, ...], arg(aliases=["-p"])]
+    """Texts; `-` reads one from standard input."""
+    engine: Config = field(default_factory=EngineConfig)
+    json: bool = False
+    """One JSON object per text."""
+
+    def run(self) -> None:
+        from jhybrid.engine import Engine
+
+        texts = [sys.stdin.read() if text == "-" else text for text in self.text]
+        with Engine(self.engine) as engine:
+            if engine.tokenizer is None:
+                raise RequestError("text", "this model has no tokenizer; score token ids through the Python API")
+            ids = [engine.tokenizer.encode(text) for text in texts]
+            for text, tokens, scores in zip(texts, ids, engine.score(ids), strict=True):
+                total = sum(score for score in scores if score is not None)
+                pieces = [engine.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+                if self.json:
+                    print(json.dumps({"text": text, "token_ids": tokens, "logprobs": scores, "total": total}))
+                    continue
+                table = Table(
+                    "token", "id", "log-probability", title=f"total {total:.4f} over {len(tokens) - 1} tokens"
+                )
+                for piece, token, score in zip(pieces, tokens, scores, strict=True):
+                    table.add_row(repr(piece), str(token), "" if score is None else f"{score:.4f}")
+                Console().print(table)
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Show a model's layers, cache parts, memory plan and buckets, without reading its weights."""
+
+    engine: Config = field(default_factory=EngineConfig)
+    json: bool = False
+    """One JSON object."""
+
+    def run(self) -> None:
+        from jhybrid.inspection import inspect_model, print_inspection
+
+        facts = inspect_model(self.engine)
+        if self.json:
+            print(json.dumps(facts))
+        else:
+            print_inspection(facts, Console())
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure the engine: prefill and decode tokens per second, host time per step, start-up."""
+
+    engine: Config = field(default_factory=lambda: EngineConfig(max_num_seqs=32, max_model_len=1024))
+    batch_sizes: tuple[int, ...] = (1, 8, 16, 32)
+    """Sequences decoded at once."""
+    prefill_tokens: int = 512
+    """Length of the prompt whose prefill is timed."""
+    prompt_tokens: int = 32
+    """Prompt length of the decode runs."""
+    output_tokens: int = 32
+    """Tokens decoded per sequence."""
+    repeats: int = 3
+    """Runs of each; the median is reported."""
+    json: bool = False
+    """One JSON object."""
+
+    def run(self) -> None:
+        from jhybrid.bench import measure, print_figures
+
+        figures = measure(
+            self.engine,
+            batch_sizes=self.batch_sizes,
+            prefill_tokens=self.prefill_tokens,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            repeats=self.repeats,
+        )
+        if self.json:
+            print(json.dumps(figures))
+        else:
+            print_figures(figures, Console())
+
+
+COMMANDS = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Score, subcommand("score")]
+    | Annotated[Inspect, subcommand("inspect")]
+    | Annotated[Bench, subcommand("bench")]
+)
+
+
+def main() -> None:
+    """Entry point of `jhybrid`."""
+    command = tyro.cli(COMMANDS, prog="jhybrid", description=__doc__)
+    logging.basicConfig(level=logging.WARNING, handlers=[RichHandler(Console(stderr=True), show_path=False)])
+    try:
+        command.run()
+    except JhybridError as error:
+        if getattr(command, "json", False):
+            print(json.dumps({"error": str(error), "field": getattr(error, "field", None)}))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
