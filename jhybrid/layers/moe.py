@@ -1,4 +1,4 @@
-"""Mixture of experts: routers that choose, and Experts that compute with tokens sorted by expert. Nothing is dropped."""
+"""Mixture of experts: routers that choose, and Experts that compute on tokens sorted by expert, dropping none."""
 
 from dataclasses import dataclass
 

@@ -15,11 +15,12 @@ from jax import Array
 from jhybrid.cache.router import AnyCache, Part
 from jhybrid.errors import ConfigError
 from jhybrid.layers.attention import Attention, AttentionSpec, attention_names
-from jhybrid.layers.linear import INIT_STD, Linear, linear, out_std
+from jhybrid.layers.linear import Linear, out_std
 from jhybrid.layers.mamba2 import Mamba2, Mamba2Spec, mamba2_names
 from jhybrid.layers.mlp import Mlp, mlp_names
 from jhybrid.layers.moe import Experts, ExpertsSpec, SigmoidRouter
 from jhybrid.layers.norm import RMSNorm
+from jhybrid.layers.vocabulary import Vocabulary, vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.shapes import Hidden, Tokens
 from jhybrid.weights.names import TensorName
@@ -58,11 +59,15 @@ class NemotronHConfig:
     norm_eps: float
     residual_in_fp32: bool
     max_position_embeddings: int | None
-    tie_word_embeddings: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.layer_kinds)
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Never: transformers ties nothing in this family, whatever its config says."""
+        return False
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> "NemotronHConfig":
@@ -73,6 +78,7 @@ class NemotronHConfig:
         activation = hf.activation("mlp_hidden_act")
         hf.one_of("mamba_hidden_act", "silu", default="silu")
         hf.one_of("attention_bias", False, default=False)
+        hf.one_of("tie_word_embeddings", False, default=False)
         return cls(
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hidden,
@@ -86,7 +92,6 @@ class NemotronHConfig:
             norm_eps=eps,
             residual_in_fp32=hf.flag("residual_in_fp32", default=False),
             max_position_embeddings=hf.integer("max_position_embeddings"),
-            tie_word_embeddings=hf.flag("tie_word_embeddings", default=False),
         )
 
     def layer_parts(
@@ -214,16 +219,13 @@ class NemotronH(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        table = (config.vocab_size, config.hidden_size)
-        self.embedding = self.param("embedding", nn.initializers.normal(INIT_STD), table, self.dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = self.param("lm_head", nn.initializers.normal(INIT_STD), table, self.dtype)
+        self.vocabulary = Vocabulary(config.vocab_size, config.hidden_size, config.tie_word_embeddings, self.dtype)
         self.layers = [Layer(config, i, self.dtype) for i in range(config.num_layers)]
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype)
 
     def __call__(self, token_ids: Tokens, cache: AnyCache, spans: Spans) -> tuple[Hidden, AnyCache]:
         """token_ids [T] -> hidden states after the final norm [T, M], and the cache after this step."""
-        x = self.embedding[token_ids]  # [T, M]
+        x = self.vocabulary.embed(token_ids)  # [T, M]
         if self.config.residual_in_fp32:
             x = x.astype(jnp.float32)
         for layer in self.layers:
@@ -232,12 +234,13 @@ class NemotronH(nn.Module):
 
     def logits(self, hidden: Array) -> Array:
         """hidden [n, M] -> [n, V] float32."""
-        return linear(hidden, self.embedding if self.config.tie_word_embeddings else self.lm_head, jnp.float32)
+        return self.vocabulary.logits(hidden)
 
 
 def weight_names(config: NemotronHConfig) -> list[TensorName]:
     """Where each tensor of a checkpoint goes: `backbone.` on the hub, `model.` in memory of transformers 5."""
-    names = [TensorName(("backbone.embeddings.weight", "model.embeddings.weight"), ("embedding",))]
+    embedding = ("backbone.embeddings.weight", "model.embeddings.weight")
+    names = vocabulary_names(embedding, ("vocabulary",), tied=config.tie_word_embeddings)
     for i, kind in enumerate(config.layer_kinds):
         hubs = (f"backbone.layers.{i}", f"model.layers.{i}")
         path = (f"layers_{i}",)
@@ -253,8 +256,6 @@ def weight_names(config: NemotronHConfig) -> list[TensorName]:
         else:
             names += mlp_names(mixer_hubs, mixer_path, bias=config.mlp_bias)
     names.append(TensorName(("backbone.norm_f.weight", "model.norm_f.weight"), ("final_norm", "weight")))
-    if not config.tie_word_embeddings:
-        names.append(TensorName(("lm_head.weight",), ("lm_head",)))
     return names
 
 

@@ -1,0 +1,36 @@
+"""Vocabulary: token ids to vectors, and hidden states to scores, with one table for both or one each."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from jhybrid.layers.linear import INIT_STD, linear
+from jhybrid.weights.names import TensorName
+
+
+class Vocabulary(nn.Module):
+    """Parameters: `embedding` [V, M], and `lm_head` [V, M] unless tied."""
+
+    vocab_size: int
+    hidden_size: int
+    tied: bool
+    dtype: jnp.dtype
+
+    def setup(self) -> None:
+        shape, normal = (self.vocab_size, self.hidden_size), nn.initializers.normal(INIT_STD)
+        self.embedding = self.param("embedding", normal, shape, self.dtype)
+        self.lm_head = self.embedding if self.tied else self.param("lm_head", normal, shape, self.dtype)
+
+    def embed(self, token_ids: Array) -> Array:
+        """token_ids [T] -> [T, M]."""
+        return self.embedding[token_ids]
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden [n, M] -> [n, V] float32."""
+        return linear(hidden, self.lm_head, jnp.dtype(jnp.float32))
+
+
+def vocabulary_names(embedding: tuple[str, ...], path: tuple[str, ...], *, tied: bool) -> list[TensorName]:
+    """Tensors of the tables; `embedding` are the spellings of the first."""
+    names = [TensorName(embedding, (*path, "embedding"))]
+    return names if tied else [*names, TensorName(("lm_head.weight",), (*path, "lm_head"))]
