@@ -83,6 +83,11 @@ def test_stop_strings_cut_as_a_reader_of_single_characters_would(text: str, stop
         assert detokenizer.token_count == len(text[:end].encode())
 
 
+@pytest.mark.parametrize(("stops", "text"), [(["s", "os", "o"], "<e"), (["o", "eo"], "<"), (["os>", "e"], "<")])
+def test_of_several_stop_strings_in_one_token_the_first_to_end_wins(stops: list[str], text: str):
+    assert Detokenizer(BYTES, stop=stops, skip_special_tokens=False).push([257])[0] == text  # the token reads <eos>
+
+
 def test_stop_string_over_four_tokens_never_shows():
     groups = [list(part) for part in (b"abcD", b"EF", b"GHI", b"Jxyz")]
     deltas, stop = stream(Detokenizer(BYTES, stop=["DEFGHIJ"]), groups)

@@ -39,6 +39,14 @@ def test_any_text_comes_back(tmp_path: Path, kind: str, text: str):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 330), max_size=12), skip=st.booleans())
+def test_any_tokens_decode_as_the_library_does(tmp_path_factory, ids: list[int], skip: bool):
+    native = byte_level_bpe()
+    tokenizer = load(write_files(tmp_path_factory.mktemp("any"), native))
+    assert tokenizer.decode(ids, skip) == native.decode(ids, skip_special_tokens=skip)
+
+
 def test_byte_tokenizer_and_its_files_are_one_tokenizer(tmp_path: Path):
     ours = ByteTokenizer(chat_template="{{ bos_token }}x")
     ours.save(tmp_path)
@@ -119,6 +127,8 @@ def test_bytes_of_single_tokens(tmp_path: Path):
     assert tokenizer.token_bytes(the) == b" the"
     assert tokenizer.token_bytes(the, first=True) == b"the"
     assert tokenizer.token_bytes(3 + 0xE4) == b"\xe4"
+    assert tokenizer.token_bytes(3 + 0x20) == b" "
+    assert tokenizer.token_bytes(3 + 0x20, first=True) == b""
     assert tokenizer.token_bytes(10**6) == b""
     assert tokenizer.token_bytes(-1) == b""
 
