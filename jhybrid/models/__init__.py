@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jhybrid.errors import ConfigError
-from jhybrid.models import nemotron_h
+from jhybrid.models import bamba, granite_hybrid, llama, mamba2, nemotron_h
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
 from jhybrid.models.hf_config import load_json
 
@@ -16,6 +16,17 @@ _ALL = (
         nemotron_h.NemotronH,
         nemotron_h.weight_names,
     ),
+    Family(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        granite_hybrid.GraniteHybridConfig,
+        granite_hybrid.GraniteHybrid,
+        granite_hybrid.weight_names,
+    ),
+    Family("BambaForCausalLM", "bamba", bamba.BambaConfig, bamba.Bamba, bamba.weight_names),
+    Family("Mamba2ForCausalLM", "mamba2", mamba2.Mamba2ModelConfig, mamba2.Mamba2Model, mamba2.weight_names),
+    Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.Llama, llama.weight_names),
+    Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.Llama, llama.weight_names),
 )
 
 FAMILIES: dict[str, Family] = {f.architecture: f for f in _ALL} | {f.model_type: f for f in _ALL}
@@ -39,7 +50,7 @@ def family_of(raw: dict[str, Any]) -> Family:
 
 def family_for(config: ModelConfig) -> Family:
     """The family whose config this is."""
-    return next(f for f in _ALL if isinstance(config, f.config))
+    return next(f for f in _ALL if type(config) is f.config)
 
 
 def read_config(directory: str | Path) -> ModelConfig:

@@ -108,12 +108,16 @@ class HfConfig:
             kinds.append(kind)
         return tuple(kinds)
 
-    def rope(self, head_dim: int, *, default_partial: float = 1.0) -> Rope:
-        """Rotary frequencies, from `rope_parameters` (5.x), or `rope_theta` and `rope_scaling` at the top level."""
+    def rope(self, head_dim: int, *, partial: float | None = None, default_theta: float | None = None) -> Rope:
+        """Rotary frequencies, from `rope_parameters` (5.x), or `rope_theta` and `rope_scaling` at the top level.
+
+        `partial` is the rotated share of a head of families whose configs do not say it at the top level.
+        """
         nested = self.section("rope_parameters") if self.has("rope_parameters") else self.section("rope_scaling")
-        theta = nested.number("rope_theta") if nested.has("rope_theta") else self.number("rope_theta")
-        factor_key = "partial_rotary_factor"
-        partial = (nested if nested.has(factor_key) else self).number(factor_key, default=default_partial)
+        theta = (nested if nested.has("rope_theta") else self).number("rope_theta", default=default_theta)
+        share = "partial_rotary_factor"
+        if partial is None or nested.has(share):
+            partial = (nested if nested.has(share) else self).number(share, default=1.0)
         plain = plain_frequencies(theta, int(head_dim * partial))
         kind = nested.text("rope_type", "type", default="default")
         if kind == "default":

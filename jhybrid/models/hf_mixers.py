@@ -1,0 +1,68 @@
+"""Specs of mixers from the keys that several families of Hugging Face configs spell alike."""
+
+from jhybrid.errors import ConfigError
+from jhybrid.layers.attention import AttentionSpec
+from jhybrid.layers.mamba2 import Mamba2Spec
+from jhybrid.layers.rope import Rope
+from jhybrid.models.hf_config import HfConfig
+
+
+def read_mamba2(hf: HfConfig, hidden_size: int, eps: float) -> Mamba2Spec:
+    """From `mamba_n_heads`, `mamba_d_head`, ... (Granite 4 H, Bamba)."""
+    groups = hf.integer("mamba_n_groups")
+    heads = hf.multiple("mamba_n_heads", of=("mamba_n_groups", groups))
+    inner = hf.integer("mamba_expand") * hidden_size
+    derived = hf.raw.get("mamba_d_head", "auto") == "auto"
+    head_dim = inner // heads if derived else hf.integer("mamba_d_head")
+    check_inner_size(("mamba_n_heads", heads), ("mamba_d_head", head_dim), "mamba_expand", inner)
+    hf.one_of("hidden_act", "silu")  # it is also the activation after the convolution
+    return Mamba2Spec(
+        hidden_size=hidden_size,
+        num_heads=heads,
+        head_dim=head_dim,
+        state_size=hf.integer("mamba_d_state"),
+        num_groups=groups,
+        conv_kernel=hf.integer("mamba_d_conv", least=2),
+        norm_groups=groups,
+        norm_eps=eps,
+        conv_bias=hf.flag("mamba_conv_bias"),
+        proj_bias=hf.flag("mamba_proj_bias"),
+        dt_limit=hf.dt_limit("time_step_limit"),
+    )
+
+
+def check_inner_size(heads: tuple[str, int], head_dim: tuple[str, int], expand: str, inner: int) -> None:
+    """Refuse heads that do not make up the inner width; each argument is a key and its value."""
+    if heads[1] * head_dim[1] != inner:
+        raise ConfigError(
+            heads[0], f"{heads[1]} heads of {head_dim[0]}={head_dim[1]} are not {expand} * hidden_size = {inner}"
+        )
+
+
+def read_head_dim(hf: HfConfig, hidden_size: int) -> int:
+    """`head_dim`, or hidden_size / num_attention_heads where it is absent or null."""
+    if hf.has("head_dim"):
+        return hf.integer("head_dim")
+    heads = hf.integer("num_attention_heads")
+    if hidden_size % heads:
+        raise ConfigError("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads={heads}")
+    return hidden_size // heads
+
+
+def read_attention(
+    hf: HfConfig, hidden_size: int, *, scale: float, rope: Rope | None, qk_norm_eps: float | None = None
+) -> AttentionSpec:
+    """From `num_attention_heads`, `num_key_value_heads`, `head_dim` and `attention_bias`."""
+    kv_heads = hf.integer("num_key_value_heads", default=hf.integer("num_attention_heads"))
+    bias = hf.flag("attention_bias", default=False)
+    return AttentionSpec(
+        hidden_size=hidden_size,
+        num_heads=hf.multiple("num_attention_heads", of=("num_key_value_heads", kv_heads)),
+        num_kv_heads=kv_heads,
+        head_dim=read_head_dim(hf, hidden_size),
+        scale=scale,
+        rope=rope,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm_eps=qk_norm_eps,
+    )
