@@ -101,7 +101,7 @@ def _tensors(flat: Mapping[tuple[str, ...], Any], shard: Iterable[TensorName]) -
     for path, group in groupby(shard, key=lambda name: name.path):
         param = np.asarray(flat[path])  # fetched once, not once per expert
         for name in group:
-            part = np.asarray(param[slices(name) or ...], order="C")
+            part = np.asarray(param[slices(name)], order="C")
             shape = name.file_shape or part.shape
             assert same_but_for_ones(part.shape, shape), f"{name}: its place has shape {part.shape}"
             tensors[name.names[0]] = part.reshape(shape)

@@ -38,12 +38,11 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
-def slices(name: TensorName) -> tuple[int | slice, ...]:
-    """The index expression of the name's place in its parameter; `()` is the whole of it."""
-    if name.rows is None:
-        return () if name.index is None else (name.index,)
-    rows = slice(*name.rows)
-    return (rows,) if name.index is None else (name.index, rows)
+def slices(name: TensorName) -> tuple[Any, ...]:
+    """The index expression of the name's place in its parameter; always gives a view, also of one element."""
+    index = () if name.index is None else (name.index,)
+    rows = () if name.rows is None else (slice(*name.rows),)
+    return (*index, *rows, ...)
 
 
 def place_shape(name: TensorName, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,7 +73,7 @@ class Coverage:
 
     def of(self, name: TensorName) -> np.ndarray:
         """The counts of the name's place, a view."""
-        return self._counts[slices(name) or ...]
+        return self._counts[slices(name)]
 
     def claim(self, name: TensorName) -> None:
         """Count the name's place once more."""

@@ -238,11 +238,12 @@ class Filling:
         target = self._targets[name.path]
         if name.path not in self._buffers:
             self._buffers[name.path] = np.empty(target.shape, target.dtype)
-        view = self._buffers[name.path][slices(name) or ...]
+        view = self._buffers[name.path][slices(name)]
         np.copyto(view, tensor.reshape(view.shape), casting="unsafe")
         self._left[name.path] -= 1
         if not self._left[name.path]:
-            self.params[name.path] = jax.device_put(self._buffers.pop(name.path), target.sharding)
+            array = jax.device_put(self._buffers.pop(name.path), target.sharding)
+            self.params[name.path] = array.block_until_ready()  # else buffers in flight pile up on the host
 
 
 def _stream(
