@@ -1,0 +1,40 @@
+"""causal_conv: the depthwise causal convolution over time that precedes a recurrent mixer, with its window of inputs.
+
+y_t = activation(bias + sum_k weight[:, k] x_{t-K+1+k})
+"""
+
+from typing import Literal
+
+from jax import Array
+
+from kernels_pallas.causal_conv import reference, xla
+from kernels_pallas.implementations import choose
+from kernels_pallas.spans import Spans
+
+IMPLEMENTATIONS = {"reference": reference.causal_conv, "xla": xla.causal_conv}
+
+
+def causal_conv(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    window: Array | None,
+    spans: Spans,
+    *,
+    activation: Literal["silu"] | None = "silu",
+    base: int | Array = 0,
+    implementation: str = "xla",
+) -> tuple[Array, Array | None]:
+    """Outputs of every token, and the window array with the rows of this step's sequences renewed.
+
+    x [T,D]; weight [D,K], the last tap is the current token; bias [D] or None; window [R, K, D], the last K
+    inputs of a sequence, oldest first, the current one last, zeros before its start, or None for dense spans;
+    row of slot s is `base + s`. Gives y [T,D] in x's dtype (padding tokens: unspecified but finite for finite
+    input); sums are taken in float32.
+
+    Rows are updated in place when the caller donates `window`. All reads of a step come before its writes.
+
+    Raises NotImplementedError for an implementation, or an input to it, that is not supported.
+    """
+    run = choose("causal_conv", IMPLEMENTATIONS, implementation)
+    return run(x, weight, bias, window, spans, activation=activation, base=base)

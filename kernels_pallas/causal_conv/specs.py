@@ -1,0 +1,104 @@
+"""The cases on which every implementation of causal_conv is tested."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.spans import Spans, dense_spans, make_spans
+from kernels_pallas.specs import Spec
+
+ROWS = 9  # slots 0..7 and scratch
+SCRATCH = ROWS - 1
+
+
+def _case(
+    name: str,
+    spans: Spans,
+    *,
+    taps: int = 4,
+    width: int = 12,
+    bias: bool = True,
+    activation: str | None = "silu",
+    layers: int = 1,
+    layer: int = 0,
+    dtype: Any = jnp.float32,
+    window_dtype: Any = jnp.float32,
+    atol: float = 1e-6,
+) -> Spec:
+    T = spans.token_seq.shape[0]
+
+    def build(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rng = np.random.default_rng(seed)
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+        window = None if spans.kind == "dense" else normal(layers * ROWS, taps, width).astype(window_dtype)
+        args = (
+            normal(T, width).astype(dtype),
+            normal(width, taps).astype(dtype),
+            normal(width).astype(dtype) if bias else None,
+            window,
+            spans,
+        )
+        return args, {"base": layer * ROWS, "activation": activation}
+
+    return Spec(name, build, atol, rows=ROWS)
+
+
+def _ragged(lens: list[int], first_pos: list[int], **options: Any) -> Spans:
+    """Sequence i reads slot i and writes slot i, unless `write` says otherwise; two tokens of padding."""
+    slots = list(range(len(lens)))
+    return make_spans(
+        lens,
+        first_pos,
+        slots,
+        options.pop("write", slots),
+        num_tokens=sum(lens) + 2,
+        num_seqs=len(lens) + 1,
+        scratch_slot=SCRATCH,
+        chunk_size=8,
+        **options,
+    )
+
+
+def _decode(first_pos: list[int], num_seqs: int, **options: Any) -> Spans:
+    slots = list(range(len(first_pos)))
+    return make_spans(
+        [1] * len(first_pos),
+        first_pos,
+        slots,
+        options.pop("write", slots),
+        num_tokens=num_seqs,
+        num_seqs=num_seqs,
+        scratch_slot=SCRATCH,
+        kind="decode",
+        **options,
+    )
+
+
+_MIXED = _ragged([5, 1, 19, 3, 2], [0, 7, 4, 0, 1])
+_BF16 = {"dtype": jnp.bfloat16, "window_dtype": jnp.bfloat16, "atol": 0.05}
+
+SPECS = [
+    _case("one-sequence", _ragged([16], [0])),
+    _case("shorter-than-taps", _ragged([2, 1, 3], [0, 0, 0])),
+    _case("continued-before-taps-are-full", _ragged([1, 2], [1, 2])),
+    _case("mixed", _MIXED),
+    _case("mixed-2-taps", _MIXED, taps=2),
+    _case("mixed-3-taps-no-activation-no-bias", _MIXED, taps=3, activation=None, bias=False),
+    _case("mixed-7-taps", _MIXED, taps=7),
+    _case("fork-two-from-one", _ragged([3, 10], [6, 6], write=[4, 5])),
+    _case("swapped-slots", _ragged([3, 10], [6, 6], write=[1, 0])),
+    _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], snapshots={(0, 2): 5, (0, 13): 6, (2, 3): 7})),
+    _case("snapshot-after-first-token", _ragged([6], [0], snapshots={(0, 1): 5})),
+    _case("second-of-three-layers", _MIXED, layers=3, layer=1),
+    _case("bfloat16", _MIXED, **_BF16),
+    _case("decode", _decode([3, 9, 1, 5], 4)),
+    _case("decode-padded", _decode([3, 0, 1], 6)),
+    _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
+    _case("decode-snapshots-last-layer", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7}), layers=2, layer=1),
+    _case("decode-2-taps-no-activation", _decode([3, 9], 3), taps=2, activation=None),
+    _case("decode-bfloat16", _decode([3, 9], 3), **_BF16),
+    _case("dense", dense_spans(2, 11)),
+    _case("dense-shorter-than-taps", dense_spans(3, 2), bias=False),
+    _case("dense-bfloat16", dense_spans(2, 11), **_BF16),
+]

@@ -1,0 +1,127 @@
+"""The cases on which every implementation of ssd is tested."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.spans import Spans, dense_spans, make_spans
+from kernels_pallas.specs import Spec
+
+ROWS = 9  # slots 0..7 and scratch
+SCRATCH = ROWS - 1
+
+
+def _case(
+    name: str,
+    spans: Spans,
+    *,
+    heads: int = 4,
+    groups: int = 1,
+    head_dim: int = 4,
+    state_size: int = 8,
+    layers: int = 1,
+    layer: int = 0,
+    dtype: Any = jnp.float32,
+    state_dtype: Any = jnp.float32,
+    dt_bias: float = -3.0,
+    atol: float = 2e-5,
+) -> Spec:
+    T = spans.token_seq.shape[0]
+
+    def build(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rng = np.random.default_rng(seed)
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+        # Biases of alternating sign in the extreme cases: heads that forget at once beside heads that never do.
+        signs = jnp.asarray([1.0, -1.0] * heads)[:heads] if abs(dt_bias) > 10 else 1.0
+        dt = jnp.logaddexp(0.0, normal(T, heads) + dt_bias * signs)
+        state = None
+        if spans.kind != "dense":
+            state = normal(layers * ROWS, state_size, heads * head_dim).astype(state_dtype)
+        args = (
+            normal(T, heads, head_dim).astype(dtype),
+            dt,
+            -jnp.exp(normal(heads)),
+            normal(T, groups, state_size).astype(dtype),
+            normal(T, groups, state_size).astype(dtype),
+            normal(heads),
+            state,
+            spans,
+        )
+        return args, {"base": layer * ROWS}
+
+    return Spec(name, build, atol, rows=ROWS)
+
+
+def _ragged(lens: list[int], first_pos: list[int], chunk_size: int, **options: Any) -> Spans:
+    """Sequence i reads slot i and writes slot i, unless `write` says otherwise; two tokens of padding."""
+    slots = list(range(len(lens)))
+    return make_spans(
+        lens,
+        first_pos,
+        slots,
+        options.pop("write", slots),
+        num_tokens=sum(lens) + 2,
+        num_seqs=len(lens) + 1,
+        scratch_slot=SCRATCH,
+        chunk_size=chunk_size,
+        **options,
+    )
+
+
+def _decode(first_pos: list[int], num_seqs: int, **options: Any) -> Spans:
+    slots = list(range(len(first_pos)))
+    return make_spans(
+        [1] * len(first_pos),
+        first_pos,
+        slots,
+        options.pop("write", slots),
+        num_tokens=num_seqs,
+        num_seqs=num_seqs,
+        scratch_slot=SCRATCH,
+        kind="decode",
+        **options,
+    )
+
+
+_MIXED = _ragged([5, 1, 19, 3], [0, 7, 4, 0], 8)
+_SNAPSHOTS = {(0, 8): 5, (0, 13): 6, (2, 3): 7}
+
+SPECS = [
+    _case("one-sequence", _ragged([16], [0], 16)),
+    _case("one-token", _ragged([1], [0], 16)),
+    _case("one-token-continued", _ragged([1], [9], 16)),
+    _case("mixed-chunk8", _MIXED),
+    _case("mixed-chunk16", _ragged([5, 1, 19, 3], [0, 7, 4, 0], 16)),
+    _case("mixed-chunk64", _ragged([5, 1, 70, 3], [0, 7, 4, 0], 64)),
+    _case("long-odd", _ragged([131], [3], 64), head_dim=8, state_size=16),
+    _case("last-chunk-of-one", _ragged([9, 17, 1], [2, 0, 5], 8)),
+    _case("fork-two-from-one", _ragged([3, 10], [6, 6], 8, write=[4, 5])),
+    _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], 8, snapshots=_SNAPSHOTS)),
+    _case("snapshots-after-first-token", _ragged([6, 5], [4, 0], 8, snapshots={(0, 1): 5, (1, 1): 6, (1, 2): 7})),
+    _case("snapshot-in-every-chunk", _ragged([1], [4], 64, snapshots={(0, 1): 5})),
+    _case("read-elsewhere-and-snapshot", _ragged([11], [4], 8, write=[3], snapshots={(0, 5): 6})),
+    _case("many-of-one-token", _ragged([1] * 7, [3, 0, 1, 4, 0, 6, 2], 8)),
+    _case("groups2-heads6", _MIXED, groups=2, heads=6),
+    _case("heads3", _MIXED, heads=3, head_dim=5),
+    _case("second-of-three-layers", _MIXED, layers=3, layer=1),
+    _case("last-of-two-layers-snapshots", _ragged([17, 4], [0, 3], 8, snapshots={(0, 9): 5}), layers=2, layer=1),
+    _case("bfloat16-activations", _MIXED, dtype=jnp.bfloat16, atol=0.1),
+    _case("bfloat16-state", _MIXED, state_dtype=jnp.bfloat16, atol=0.05),
+    _case("extreme-dt", _ragged([5, 1, 19, 3], [0, 7, 4, 0], 16), dt_bias=120.0, atol=2e-3),
+    _case("mild-and-strong-decays", _ragged([70], [5], 64), dt_bias=2.0, atol=1e-4),
+    _case("decode", _decode([3, 9, 1, 5], 4)),
+    _case("decode-padded", _decode([3, 0, 1], 6)),
+    _case("decode-one", _decode([2], 1)),
+    _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
+    _case("decode-snapshots", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7})),
+    _case("decode-snapshot-in-every-chunk", _decode([3, 7], 2, snapshots={(0, 1): 5, (1, 1): 7})),
+    _case("decode-groups2-heads6-last-layer", _decode([3, 9, 1], 4), groups=2, heads=6, layers=2, layer=1),
+    _case("decode-bfloat16-state", _decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
+    _case("decode-extreme-dt", _decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
+    _case("dense", dense_spans(2, 64)),
+    _case("dense-odd", dense_spans(3, 71)),
+    _case("dense-short-groups2-heads6", dense_spans(2, 5), groups=2, heads=6),
+    _case("dense-bfloat16", dense_spans(2, 20), dtype=jnp.bfloat16, atol=0.1),
+    _case("dense-extreme-dt", dense_spans(2, 70), dt_bias=120.0, atol=2e-3),
+]

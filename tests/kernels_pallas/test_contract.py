@@ -1,0 +1,121 @@
+"""The contract of every op: each implementation agrees with the reference on every spec of the op.
+
+Checked are the outputs of valid tokens, the cache rows that the step writes, and that every other row stays
+bit for bit as it was. Whatever must not be read holds NaN: the scratch rows, every row that no sequence reads,
+and page places past the tokens written so far.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels_pallas
+from kernels_pallas.spans import Spans
+from kernels_pallas.specs import Spec
+
+OPS = sorted(path.parent.name for path in Path(kernels_pallas.__file__).parent.glob("*/specs.py"))
+
+
+def _load(op: str) -> tuple[Any, list[Spec]]:
+    module = importlib.import_module(f"kernels_pallas.{op}")
+    return module, importlib.import_module(f"kernels_pallas.{op}.specs").SPECS
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for op in OPS:
+        module, specs = _load(op)
+        for spec in specs:
+            names = [name for name in module.IMPLEMENTATIONS if name != "reference"]
+            cases += [pytest.param(op, spec, name, id=f"{op}-{spec.name}-{name}") for name in names]
+    return cases
+
+
+def _sequences(spans: Spans) -> list[int]:
+    """Sequences that have tokens in this step."""
+    return [int(s) for s in np.flatnonzero(np.diff(spans.query_start))]
+
+
+def _page_rows(spans: Spans, page: int, seq: int, positions: range) -> list[tuple[int, int]]:
+    """(page, place within it) of positions of a sequence."""
+    table = np.asarray(spans.page_table)[seq]
+    return [(int(table[p // page]), p % page) for p in positions]
+
+
+def _readable(op: str, spans: Spans, cache: np.ndarray, base: int) -> np.ndarray:
+    """Bool mask over the cache: what a step may read."""
+    mask = np.zeros(cache.shape, bool)
+    for s in _sequences(spans):
+        first = int(spans.first_pos[s])
+        if op == "paged_attention":
+            for page, place in _page_rows(spans, cache.shape[1], s, range(first)):
+                mask[base + page, place] = True
+        elif first > 0:
+            mask[base + int(spans.read_slot[s])] = True
+    return mask
+
+
+def _written(op: str, spans: Spans, cache: np.ndarray, base: int) -> np.ndarray:
+    """Bool mask over the cache: what a step must write."""
+    mask = np.zeros(cache.shape, bool)
+    for s in _sequences(spans):
+        first, length = int(spans.first_pos[s]), int(spans.query_start[s + 1] - spans.query_start[s])
+        if op == "paged_attention":
+            for page, place in _page_rows(spans, cache.shape[1], s, range(first, first + length)):
+                mask[base + page, place] = True
+        else:
+            mask[base + int(spans.write_slot[s])] = True
+    if op != "paged_attention":
+        asked = sorted(np.asarray(spans.chunk_snapshot)[: int(spans.num_chunks)])[: int(spans.num_snapshots)]
+        mask[[base + int(slot) for slot in asked]] = True  # scratch is the largest slot, so it is cut off
+    return mask
+
+
+def _f64(a: Any) -> np.ndarray:
+    return np.asarray(a, np.float64)
+
+
+@pytest.mark.parametrize(("op", "spec", "name"), _cases())
+def test_agrees_with_the_reference(op: str, spec: Spec, name: str) -> None:
+    module, _ = _load(op)
+    run = getattr(module, op)
+    args, kwargs = spec.build(0)
+    if not isinstance(args[-1], Spans):  # no sequences and no cache: the answer alone
+        got, want = (run(*args, **kwargs, implementation=i) for i in (name, "reference"))
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(_f64(got), _f64(want), atol=spec.atol, rtol=0)
+        return
+    *inputs, cache, spans = args
+    valid = int(spans.num_tokens)
+    if cache is not None:
+        base = kwargs.get("base", 0)
+        original = np.asarray(cache).copy()
+        original[~_readable(op, spans, original, base)] = np.nan
+    donated = () if cache is None else (len(inputs),)
+    step = jax.jit(run, static_argnames=[*kwargs, "implementation"], donate_argnums=donated)
+    answers = []
+    for which in ("reference", name):
+        copy = None if cache is None else jnp.array(original)
+        answers.append(step(*inputs, copy, spans, **kwargs, implementation=which))
+    (want, want_cache), (got, got_cache) = answers
+    assert got.dtype == want.dtype
+    assert np.all(np.isfinite(_f64(want)[:valid])), "the spec's own answer is not finite"
+    np.testing.assert_allclose(_f64(got)[:valid], _f64(want)[:valid], atol=spec.atol, rtol=0)
+    assert np.all(np.isfinite(_f64(got))), "padding tokens must stay finite"
+    if cache is None:
+        assert got_cache is None
+        return
+    assert got_cache.dtype == cache.dtype
+    written = _written(op, spans, original, base)
+    np.testing.assert_allclose(_f64(got_cache)[written], _f64(want_cache)[written], atol=spec.atol, rtol=0)
+    untouched = ~written
+    rows = spec.rows or original.shape[0]
+    untouched[base + rows - 1] = False  # scratch takes what padding writes
+    for array in (got_cache, want_cache):
+        bits = np.asarray(array).view(np.uint8).reshape(*original.shape, -1)
+        np.testing.assert_array_equal(bits[untouched], original.view(np.uint8).reshape(bits.shape)[untouched])
