@@ -8,7 +8,6 @@ top-k, top-p (of the distribution that top-k leaves), min-p. Tokens tied with th
 top-p are kept too. Log-probabilities are always of the model's own distribution, before all of that.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -86,13 +85,6 @@ def init_state(max_num_seqs: int, vocab_size: int) -> SamplerState:
 def set_row(state: SamplerState, row: Array, counts: Array, bias: Array) -> SamplerState:
     """Give a row the counts [V] int32 and bias [V] float32 of its new sequence; needed if that is to `adjust`."""
     return SamplerState(state.last_token, state.counts.at[row].set(counts), state.bias.at[row].set(bias))
-
-
-def count_tokens(prompt: Iterable[int], output: Iterable[int], vocab_size: int) -> np.ndarray:
-    """[V] int32, on the host: the counts of a sequence with this prompt and the output it has so far."""
-    counts = np.bincount(np.asarray(list(output), np.int64), minlength=vocab_size).astype(np.int32)
-    counts[np.unique(np.asarray(list(prompt), np.int64))] += PROMPT_BIT
-    return counts
 
 
 def sample(logits: Logits, state: SamplerState, batch: SamplingBatch) -> tuple[SamplerState, SampleResult]:

@@ -18,7 +18,6 @@ from jhybrid.sampling import (
     SamplingBatch,
     _inverse_cdf,
     _uniforms,
-    count_tokens,
     init_state,
     sample,
     set_row,
@@ -74,6 +73,12 @@ def state_of(rows: list[Row], vocab: int = V) -> SamplerState:
         bias[list(r.bias)] = list(r.bias.values())
         state = set_row(state, jnp.int32(i), jnp.asarray(count_tokens(r.prompt, r.output, vocab)), jnp.asarray(bias))
     return SamplerState(state.last_token, state.counts, state.bias.at[-1].set(jnp.nan))
+
+
+def count_tokens(prompt: list[int], output: list[int], vocab: int) -> np.ndarray:
+    counts = np.bincount(np.array(output, np.int64), minlength=vocab).astype(np.int32)
+    counts[sorted(set(prompt))] += PROMPT_BIT
+    return counts
 
 
 def run(logits: np.ndarray, rows: list[Row], state: SamplerState | None = None) -> tuple[SamplerState, SampleResult]:
