@@ -1,0 +1,42 @@
+"""paged_attention: append this step's keys and values to their pages, then attend causally over them."""
+
+from typing import Any
+
+from jax import Array
+
+from kernels_pallas.implementations import choose
+from kernels_pallas.paged_attention import reference, xla
+from kernels_pallas.spans import Spans
+
+IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+
+
+def paged_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    pages: Array | None,
+    spans: Spans,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    base: int | Array = 0,
+    implementation: str = "xla",
+) -> tuple[Array, Array | None]:
+    """Each token attends to the positions up to its own of its sequence; softmax in float32.
+
+    Args:
+      q: [T, Hq, Dh]; query head h reads key/value head h // (Hq // Hkv). Positions are applied already.
+      k, v: [T, Hkv, Dh], this step's tokens.
+      pages: [R, page, 2*Hkv, Dh], key of head h at row 2h of a token, value at 2h+1; None if `spans` is dense.
+      scale: factor of the scores.
+      sliding_window: attend to the last so many positions only, the token's own included.
+      soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
+      base: row of the layer's page 0 in `pages`.
+
+    Returns `(o [T, Hq, Dh] in q's dtype, pages)`; `o` of padding is 0. Nothing but the positions attended to
+    is read into `o`: free and scratch pages may hold NaN.
+    """
+    run: Any = choose("paged_attention", IMPLEMENTATIONS, implementation)
+    return run(q, k, v, pages, spans, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, base=base)

@@ -1,0 +1,158 @@
+"""paged_attention in plain JAX: what CPU runs, and any device without a kernel of its own."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.spans import Spans
+
+BLOCK_TOKENS = 128  # of the cache read at a time
+MASKED = -1e30  # finite: a block that is wholly masked for a row must not make NaN of its running maximum
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which positions a token attends to, and how scores are shaped."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+    def scores(self, raw: Array) -> Array:
+        scaled = raw * self.scale
+        return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled / self.soft_cap)
+
+    def sees(self, query: Array, key: Array) -> Array:
+        """Bool, broadcast: whether the token at position `query` attends to position `key`."""
+        seen = key <= query
+        return seen if self.sliding_window is None else seen & (key > query - self.sliding_window)
+
+
+def paged_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    pages: Array | None,
+    spans: Spans,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    base: int | Array = 0,
+) -> tuple[Array, Array | None]:
+    """See the package. Work and reads follow the true context lengths; the cache is updated in place if donated."""
+    rule = Rule(scale, sliding_window, soft_cap)
+    if pages is None:
+        return _whole_sequences(q, k, v, spans.num_seqs, rule), None
+    pages = _append(k, v, pages, spans, base)
+    if spans.kind == "decode":
+        return _attend_chunks(q, pages, spans, base, rule, jnp.zeros_like(q), tile=1, longer_than=0), pages
+    # A mixed step has many chunks of one token (decoding) and a few full ones: each kind gets its own query tile.
+    o = _attend_chunks(q, pages, spans, base, rule, jnp.zeros_like(q), tile=1, longer_than=0)
+    tile = min(spans.chunk_size, q.shape[0])
+    return _attend_chunks(q, pages, spans, base, rule, o, tile=tile, longer_than=1), pages
+
+
+def _whole_sequences(q: Array, k: Array, v: Array, num_seqs: int, rule: Rule) -> Array:
+    """Causal attention over `num_seqs` sequences of equal length with no cache; differentiable."""
+    tokens, heads, dim = q.shape
+    kv_heads, length = k.shape[1], tokens // num_seqs
+    queries = q.astype(jnp.float32).reshape(num_seqs, length, kv_heads, heads // kv_heads, dim)
+    keys = k.astype(jnp.float32).reshape(num_seqs, length, kv_heads, dim)
+    values = v.astype(jnp.float32).reshape(num_seqs, length, kv_heads, dim)
+    at = jnp.arange(length)
+    scores = rule.scores(jnp.einsum("sqhgd,skhd->shgqk", queries, keys))
+    weights = jax.nn.softmax(jnp.where(rule.sees(at[:, None], at), scores, MASKED), axis=-1)
+    return jnp.einsum("shgqk,skhd->sqhgd", weights, values).reshape(q.shape).astype(q.dtype)
+
+
+def _append(k: Array, v: Array, pages: Array, spans: Spans, base: int | Array) -> Array:
+    """Pages with this step's keys and values; padding is written nowhere."""
+    page_size = pages.shape[1]
+    tokens, kv_heads, dim = k.shape
+    new = jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, dim).astype(pages.dtype)
+    position = spans.positions()
+    row = base + spans.page_table[spans.token_seq, position // page_size]
+    row = jnp.where(spans.token_valid(), row, pages.shape[0])  # out of range: dropped
+    return pages.at[row, position % page_size].set(new, mode="drop", unique_indices=True)
+
+
+def _attend_chunks(
+    q: Array, pages: Array, spans: Spans, base: int | Array, rule: Rule, o: Array, *, tile: int, longer_than: int
+) -> Array:
+    """`o` [T, Hq, Dh] with the rows of every chunk of `longer_than < tokens <= tile` filled in."""
+    tokens = q.shape[0]
+    chunks = spans.chunk_len.shape[0]
+    index = jnp.arange(chunks, dtype=jnp.int32)
+    wanted = (index < spans.num_chunks) & (spans.chunk_len > longer_than) & (spans.chunk_len <= tile)
+    # following[c]: the first wanted chunk at or after c
+    following = lax.cummin(jnp.where(wanted, index, chunks), reverse=True)
+    following = jnp.append(following, jnp.int32(chunks))
+    room = ((0, tile - 1), (0, 0), (0, 0))  # a tile may reach past the last token
+    q, o = jnp.pad(q, room), jnp.pad(o, room)
+    table = _whole_blocks(spans.page_table, pages.shape[1])
+
+    def attend(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        chunk, o = carry
+        start, seq = spans.chunk_start[chunk], spans.chunk_seq[chunk]
+        first = spans.first_pos[seq] + start - spans.query_start[seq]
+        rows = lax.dynamic_slice_in_dim(q, start, tile)
+        got = _attend_tile(rows, pages, table[seq] + base, first, spans.chunk_len[chunk], rule)
+        old = lax.dynamic_slice_in_dim(o, start, tile)
+        mine = jnp.arange(tile) < spans.chunk_len[chunk]
+        new = jnp.where(mine[:, None, None], got.astype(o.dtype), old)
+        return following[chunk + 1], lax.dynamic_update_slice_in_dim(o, new, start, 0)
+
+    _, o = lax.while_loop(lambda carry: carry[0] < chunks, attend, (following[0], o))
+    return o[:tokens]
+
+
+def _whole_blocks(table: Array, page_size: int) -> Array:
+    """[S, W'] page table, W' a multiple of the pages of a block; the added entries are past every context."""
+    per_block = min(max(1, BLOCK_TOKENS // page_size), table.shape[1])
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % per_block)))
+
+
+def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array, rule: Rule) -> Array:
+    """Attention of one chunk: q [tile, Hq, Dh] at positions `first...`, of which `count` are real.
+
+    `rows` [W'] are the rows of the sequence's pages. Online softmax over blocks of pages, from the first that
+    any of the tokens sees to the last.
+    """
+    tile, heads, dim = q.shape
+    page_size, kv_heads = pages.shape[1], pages.shape[2] // 2
+    per_block = min(max(1, BLOCK_TOKENS // page_size), rows.shape[0])
+    block = per_block * page_size
+    group = heads // kv_heads
+    # [Hkv, tile * group, Dh]: query heads that share a key head are rows of one product
+    queries = q.astype(jnp.float32).reshape(tile, kv_heads, group, dim).swapaxes(0, 1)
+    queries = queries.reshape(kv_heads, tile * group, dim)
+    position = jnp.repeat(first + jnp.arange(tile, dtype=jnp.int32), group)[:, None]
+    last = first + count - 1
+
+    def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, sums = state
+        held = pages.at[lax.dynamic_slice_in_dim(rows, i * per_block, per_block)].get(mode="promise_in_bounds")
+        held = held.reshape(block, kv_heads, 2, dim)
+        at = i * block + jnp.arange(block, dtype=jnp.int32)
+        # Rows that no token of the chunk sees may be NaN, and 0 * NaN is NaN.
+        read = at <= last
+        if rule.sliding_window is not None:
+            read &= at > first - rule.sliding_window
+        values = jnp.where(read[:, None, None], held[:, :, 1].astype(jnp.float32), 0.0)
+        scores = rule.scores(jnp.einsum("hqd,khd->hqk", queries, held[:, :, 0].astype(jnp.float32)))
+        scores = jnp.where(rule.sees(position, at) & read, scores, MASKED)
+        new_peak = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+        weights, fade = jnp.exp(scores - new_peak), jnp.exp(peak - new_peak)
+        total = total * fade + weights.sum(axis=-1, keepdims=True)
+        return new_peak, total, sums * fade + jnp.einsum("hqk,khd->hqd", weights, values)
+
+    begin = jnp.int32(0)
+    if rule.sliding_window is not None:
+        begin = jnp.maximum(first - rule.sliding_window + 1, 0) // block
+    column = (kv_heads, tile * group, 1)
+    start = (jnp.full(column, MASKED), jnp.zeros(column), jnp.zeros((kv_heads, tile * group, dim)))
+    _, total, sums = lax.fori_loop(begin, last // block + 1, step, start)
+    return (sums / total).reshape(kv_heads, tile, group, dim).swapaxes(0, 1).reshape(q.shape)
