@@ -1,0 +1,278 @@
+"""Bridge: between callers in asyncio and the one thread that owns the engine and the device.
+
+The thread takes in what callers posted (requests, aborts, questions), steps the engine, and hands the deltas to the
+callers' event loops. Callers wait on a queue of their own, so a slow one holds up nobody.
+"""
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from jhybrid.errors import EngineDeadError, JhybridError, RequestError
+from jhybrid.request import Delta, Request
+from jhybrid.tokenizer import Tokenizer
+
+log = logging.getLogger("jhybrid_server")
+
+Result = TypeVar("Result")
+
+
+class NotReadyError(JhybridError):
+    """The model is still loading, or the server is shutting down."""
+
+
+class RequestChecker(Protocol):
+    """The part of an engine that any thread may call."""
+
+    def check(self, request: Request) -> list[int]: ...
+
+
+class ServedEngine(Protocol):
+    """What the bridge asks of `jhybrid.Engine`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def intake(self) -> RequestChecker: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, request: Request) -> str: ...
+    def abort(self, request_id: str) -> bool: ...
+    def step(self) -> list[Delta]: ...
+    def status(self) -> dict: ...
+    def model_info(self) -> dict: ...
+    def close(self) -> None: ...
+
+
+class Stream:
+    """A request while it runs. Its queue belongs to the caller's event loop, the counters to the engine's thread."""
+
+    def __init__(self, request: Request, prompt_tokens: int):
+        assert request.request_id is not None
+        self.request = request
+        self.name = request.request_id
+        self.prompt_tokens = prompt_tokens
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Delta | JhybridError] = asyncio.Queue()
+        self.unfinished = request.sampling.n
+        self.wanted = True
+
+
+class Bridge:
+    """Owns the engine's thread. Start it, await `ready`, then open streams from any event loop."""
+
+    def __init__(self, make_engine: Callable[[], ServedEngine]):
+        """`make_engine` is called in the thread, so that the device has one owner from the first moment."""
+        self._make_engine = make_engine
+        self._engine: ServedEngine | None = None
+        self._started: Future[None] = Future()
+        self._dead: Future[BaseException] = Future()
+        self._streams: dict[str, Stream] = {}
+        self._changed = threading.Condition()
+        self._inbox: deque[tuple[Callable[[ServedEngine], Any], Future[Any]]] = deque()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="jhybrid-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def ready(self) -> None:
+        """Wait until the engine is there. Raises whatever kept it from starting."""
+        await asyncio.shield(asyncio.wrap_future(self._started))
+
+    async def death(self) -> BaseException:
+        """Wait until the engine's thread dies, which it should not, and return the cause."""
+        return await asyncio.shield(asyncio.wrap_future(self._dead))
+
+    @property
+    def engine(self) -> ServedEngine:
+        """For what any thread may call: tokenizer, intake, model_info. NotReadyError before it is loaded."""
+        if self._dead.done():
+            raise _obituary(self._dead.result())
+        if self._engine is None:
+            raise NotReadyError("the model is still loading; try again shortly")
+        return self._engine
+
+    async def open(self, request: Request) -> Stream:
+        """Check a request, away from the event loop as texts may be long, and queue it for the engine.
+
+        Raises RequestError, QueueFullError, EngineDeadError or NotReadyError. Read `deltas` next, and `abandon` it
+        whatever happens.
+        """
+        ids = await asyncio.to_thread(self.engine.intake.check, request)
+        name = request.request_id or uuid.uuid4().hex
+        stream = Stream(replace(request, prompt=None, prompt_token_ids=ids, request_id=name), len(ids))
+        try:
+            await self.ask(lambda engine: self._submit(engine, stream))
+        except asyncio.CancelledError:
+            self.abandon(stream)
+            raise
+        return stream
+
+    async def deltas(self, stream: Stream) -> AsyncIterator[Delta]:
+        """What the engine adds, up to the last delta of each answer. EngineDeadError if its thread dies meanwhile."""
+        left = stream.request.sampling.n
+        while left:
+            item = await stream.queue.get()
+            if isinstance(item, JhybridError):
+                raise item
+            left -= item.finish_reason is not None
+            yield item
+
+    def abandon(self, stream: Stream) -> None:
+        """The caller has gone: end its request in whatever phase it is. Harmless when it has ended already."""
+        if stream.unfinished:
+            self._post(lambda engine: self._drop(engine, stream)).add_done_callback(_log_failure)
+
+    def abort_all(self) -> None:
+        """End every request; callers get deltas with finish_reason `abort`."""
+        self._post(lambda engine: [engine.abort(name) for name in self._streams]).add_done_callback(_log_failure)
+
+    async def ask(self, question: Callable[[ServedEngine], Result]) -> Result:
+        """Call `question` on the engine's thread, between two steps."""
+        _ = self.engine
+        return await asyncio.wrap_future(self._post(question))
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """End the thread and close the engine. False if it did not end in time, as while it compiles."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _post(self, job: Callable[[ServedEngine], Result]) -> "Future[Result]":
+        """Hand a job to the engine's thread. Its result or error is the future's."""
+        answer: Future[Result] = Future()
+        with self._changed:
+            if self._dead.done():
+                answer.set_exception(_obituary(self._dead.result()))
+            elif self._closing:
+                answer.set_exception(NotReadyError("the server is shutting down"))
+            else:
+                self._inbox.append((job, answer))
+                self._changed.notify()
+        return answer
+
+    # on the engine's thread
+
+    def _run(self) -> None:
+        try:
+            engine = self._engine = self._make_engine()
+        except BaseException as error:  # noqa: BLE001 - the caller of `ready` gets it
+            self._started.set_exception(error)
+            self._end(error)
+            return
+        self._started.set_result(None)
+        try:
+            while self._wait_for_work(engine):
+                self._do_jobs(engine)
+                if engine.has_work:
+                    self._hand_out(engine, engine.step())
+            engine.close()
+        except BaseException as error:
+            log.critical("the engine thread has died", exc_info=error)
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _wait_for_work(self, engine: ServedEngine) -> bool:
+        """Sleep until there is something to do; False when the bridge is closing."""
+        if not engine.has_work:
+            with self._changed:
+                self._changed.wait_for(lambda: self._inbox or self._closing)
+        return not self._closing
+
+    def _do_jobs(self, engine: ServedEngine) -> None:
+        with self._changed:
+            jobs, self._inbox = self._inbox, deque()
+        for job, answer in jobs:
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                answer.set_result(job(engine))
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever posted the job
+                answer.set_exception(error)
+
+    def _submit(self, engine: ServedEngine, stream: Stream) -> None:
+        if stream.name in self._streams:
+            raise RequestError("request_id", f"{stream.name!r} is already running; choose another or leave it out")
+        engine.submit(stream.request)
+        self._streams[stream.name] = stream
+
+    def _drop(self, engine: ServedEngine, stream: Stream) -> None:
+        """Abort a stream that still runs. It stays known until its last deltas have come, so that no later
+        request of the same id can receive them."""
+        stream.wanted = False
+        if self._streams.get(stream.name) is stream:
+            engine.abort(stream.name)
+
+    def _hand_out(self, engine: ServedEngine, deltas: list[Delta]) -> None:
+        """Put deltas into their callers' queues, waking each event loop once."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta | JhybridError]]] = defaultdict(list)
+        for delta in deltas:
+            stream = self._streams[delta.request_id]
+            if delta.finish_reason is not None:
+                stream.unfinished -= 1
+                if not stream.unfinished:
+                    del self._streams[delta.request_id]
+            if stream.wanted:
+                by_loop[stream.loop].append((stream, delta))
+        for loop, items in by_loop.items():
+            if not _deliver(loop, items):
+                log.warning("the event loop of %d requests is closed; they are aborted", len(items))
+                for stream, _ in items:
+                    self._drop(engine, stream)
+
+    def _end(self, cause: BaseException | None) -> None:
+        """Nothing runs any more: tell everyone who waits."""
+        with self._changed:
+            self._closing = True
+            if cause is not None:
+                self._dead.set_result(cause)
+            jobs, self._inbox = self._inbox, deque()
+        for _, answer in jobs:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(_obituary(cause))
+        for stream in self._streams.values():
+            _deliver(stream.loop, [(stream, _obituary(cause))])
+        self._streams.clear()
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[Stream, Delta | JhybridError]]) -> bool:
+    """Queue items in their event loop; False if it is closed."""
+
+    def put() -> None:
+        for stream, item in items:
+            stream.queue.put_nowait(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        return False
+    return True
+
+
+def _obituary(cause: BaseException | None) -> JhybridError:
+    """A fresh error for each caller: tracebacks grow on the instance that is raised."""
+    if cause is None:
+        return NotReadyError("the server is shutting down")
+    error = EngineDeadError(f"the engine thread has died: {type(cause).__name__}: {cause}; restart the server")
+    error.__cause__ = cause
+    return error
+
+
+def _log_failure(future: "Future[Any]") -> None:
+    """For jobs that nobody waits for."""
+    error = None if future.cancelled() else future.exception()
+    if error is not None and not isinstance(error, NotReadyError | EngineDeadError):
+        log.error("a job on the engine's thread failed", exc_info=error)

@@ -1,0 +1,125 @@
+"""What `jhybrid serve` and `jhybrid client` run."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from jhybrid.config import EngineConfig
+from jhybrid.errors import JhybridError
+from jhybrid.request import Request, SamplingParams
+from jhybrid_server.bridge import Bridge, ServedEngine
+from jhybrid_server.client import Client
+from jhybrid_server.grpc_server import GrpcServer
+
+log = logging.getLogger("jhybrid_server")
+
+
+def serve(
+    config: EngineConfig,
+    host: str = "127.0.0.1",
+    grpc_port: int = 50051,
+    served_model_name: str | None = None,
+    drain_timeout: float = 30.0,
+    make_engine: Callable[[], ServedEngine] | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT; returns the process's exit code.
+
+    Prints one line with the address once requests are answered; `grpc_port` 0 picks a free port. The first signal
+    lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. Raises what keeps
+    the engine from starting (ConfigError, WeightsError, OutOfMemoryError). Exit code 1 means that the engine's
+    thread died. `make_engine` stands in for the engine in tests.
+    """
+    name = served_model_name or config.model
+    bridge = Bridge(make_engine or (lambda: _engine(config)))
+    code = asyncio.run(_serve(bridge, name, host, grpc_port, drain_timeout))
+    if not bridge.close():
+        # The engine's thread is inside a compilation or a step that cannot be interrupted.
+        log.warning("the engine thread did not end in time; leaving without it")
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _engine(config: EngineConfig) -> ServedEngine:
+    from jhybrid.engine import Engine
+
+    return Engine(config)
+
+
+async def _serve(bridge: Bridge, name: str, host: str, port: int, drain_timeout: float) -> int:
+    server = GrpcServer(bridge, name, host, port)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sign, lambda: hurry.set() if stop.is_set() else stop.set())
+    await server.start()
+    bridge.start()
+    stopped = asyncio.create_task(stop.wait())
+    ready = asyncio.create_task(bridge.ready())
+    death = asyncio.create_task(bridge.death())
+    try:
+        await asyncio.wait((stopped, ready), return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            return 0
+        await ready
+        await server.serving()
+        print(f"jhybrid serves {name} at grpc://{server.host}:{server.port}", flush=True)
+        await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            return 1
+        log.info("shutting down: running requests have %g s to finish", drain_timeout)
+        await server.drain(drain_timeout, hurry)
+        return 0
+    finally:
+        await server.stop()
+        for task in (stopped, ready, death):
+            task.cancel()
+        await asyncio.gather(stopped, ready, death, return_exceptions=True)
+
+
+def client(
+    target: str,
+    prompts: Sequence[str],
+    sampling: SamplingParams,
+    timeout: float | None = None,
+    json_output: bool = False,
+    wait_seconds: float = 0.0,
+) -> None:
+    """Ask a server and print its answers: text as it streams in, or with `json_output` one object per prompt.
+
+    `wait_seconds` waits that long for a server that is still starting. Raises RequestError and the like as the
+    engine would, and JhybridError where the call itself failed.
+    """
+    with Client(target) as connection:
+        if wait_seconds:
+            connection.wait_until_serving(wait_seconds)
+        for prompt in prompts:
+            try:
+                _ask(connection, Request(prompt=prompt, sampling=sampling), timeout, json_output)
+            except grpc.RpcError as error:
+                raise JhybridError(f"{target}: {error.code().name}: {error.details()}") from error  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _ask(connection: Client, request: Request, timeout: float | None, json_output: bool) -> None:
+    stream = connection.stream(request, timeout)
+    together = request.sampling.n == 1 and not json_output
+    for delta in stream:
+        if together:
+            print(delta.text, end="", flush=True)
+    if together:
+        print()
+        return
+    answer = stream.answer()
+    if json_output:
+        print(json.dumps({"prompt": request.prompt} | dataclasses.asdict(answer), ensure_ascii=False))
+        return
+    for completion in answer.output.completions:
+        print(f"--- [{completion.index}] {completion.finish_reason}")
+        print(completion.text)

@@ -1,0 +1,211 @@
+"""Wire: requests, deltas and their companions as protobuf messages and back. Server and clients both use it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jhybrid.errors import RequestError
+from jhybrid.request import Delta, Request, SamplingParams, TokenLogprobs
+from jhybrid_server.v1 import inference_pb2 as pb
+
+PLAIN_SAMPLING = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""Fields of SamplingParams that are one optional scalar on the wire, under the same name."""
+
+FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+"""Ends of an answer that are messages; the others (abort, error) are the call's status."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one call, all its answers together."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds since the server received the call."""
+
+    first_token_seconds: float | None
+    total_seconds: float
+    queue_seconds: float | None = None
+
+
+def request_to_wire(request: Request, model: str = "") -> pb.GenerateRequest:
+    """Raises RequestError for what the wire cannot carry: a wrong type, a number beyond 64 bits."""
+    message = pb.GenerateRequest(request_id=request.request_id or "", model=model)
+    with _naming("priority"):
+        message.priority = request.priority
+    with _naming("add_special_tokens"):
+        message.add_special_tokens = request.add_special_tokens
+    if request.prompt is not None:
+        with _naming("prompt"):
+            message.text = request.prompt
+    if request.prompt_token_ids is not None:
+        with _naming("prompt_token_ids"):
+            message.token_ids.ids.extend(request.prompt_token_ids)
+            message.token_ids.SetInParent()  # an empty list is not the same as none
+    _sampling_to_wire(request.sampling, message.sampling)
+    return message
+
+
+def _sampling_to_wire(sampling: SamplingParams, message: pb.SamplingParams) -> None:
+    message.SetInParent()
+    with _naming("max_tokens"):
+        if sampling.max_tokens is None:
+            message.fill_context = True
+        else:
+            message.max_tokens = sampling.max_tokens
+    for name in PLAIN_SAMPLING:
+        value = getattr(sampling, name)
+        if value is not None:
+            with _naming(name):
+                setattr(message, name, value)
+    with _naming("stop"):
+        message.stop.extend(sampling.stop_strings)
+    with _naming("stop_token_ids"):
+        message.stop_token_ids.extend(sampling.stop_token_ids)
+    with _naming("logit_bias"):
+        for token, bias in sampling.logit_bias.items():
+            message.logit_bias[token] = bias
+
+
+def request_from_wire(message: pb.GenerateRequest) -> Request:
+    """Raises RequestError if the message has no prompt; the rest is the engine's to check."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise RequestError("prompt", "is missing; set text or token_ids")
+    return Request(
+        prompt=message.text if kind == "text" else None,
+        prompt_token_ids=list(message.token_ids.ids) if kind == "token_ids" else None,
+        sampling=_sampling_from_wire(message.sampling),
+        request_id=message.request_id or None,
+        priority=message.priority,
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+    )
+
+
+def _sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
+    fields: dict[str, Any] = {name: getattr(message, name) for name in PLAIN_SAMPLING if message.HasField(name)}
+    length = message.WhichOneof("length")
+    if length == "max_tokens":
+        fields["max_tokens"] = message.max_tokens
+    elif length == "fill_context" and message.fill_context:
+        fields["max_tokens"] = None
+    return SamplingParams(
+        **fields,
+        stop=list(message.stop) or None,
+        stop_token_ids=list(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+    )
+
+
+def delta_to_wire(delta: Delta) -> pb.GenerateResponse:
+    """The message of a delta that is neither an error nor an abort."""
+    message = pb.GenerateResponse(
+        request_id=delta.request_id,
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=_logprobs_to_wire(delta.logprobs or ()),
+        prompt_logprobs=_logprobs_to_wire(delta.prompt_logprobs or ()),
+    )
+    if delta.finish_reason is not None:
+        message.finish_reason = FINISH_REASONS[delta.finish_reason]
+    if isinstance(delta.stop_reason, str):
+        message.stop_string = delta.stop_reason
+    elif delta.stop_reason is not None:
+        message.stop_token_id = delta.stop_reason
+    return message
+
+
+def delta_from_wire(message: pb.GenerateResponse) -> Delta:
+    names = {value: name for name, value in FINISH_REASONS.items()}
+    which = message.WhichOneof("stop_reason")
+    logprobs = [entries or [] for entries in map(_entries, message.logprobs)]
+    return Delta(
+        request_id=message.request_id,
+        index=message.index,
+        token_ids=list(message.token_ids),
+        text=message.text,
+        logprobs=logprobs or None,
+        prompt_logprobs=[_entries(entries) for entries in message.prompt_logprobs] or None,
+        finish_reason=names.get(message.finish_reason),
+        stop_reason=getattr(message, which) if which else None,
+        cached_tokens=message.usage.cached_tokens,
+    )
+
+
+def usage_from_wire(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
+
+
+def timing_from_wire(message: pb.Timing) -> Timing:
+    return Timing(
+        message.first_token_seconds if message.HasField("first_token_seconds") else None,
+        message.total_seconds,
+        message.queue_seconds if message.HasField("queue_seconds") else None,
+    )
+
+
+def model_info_to_wire(info: dict[str, Any]) -> pb.GetModelInfoResponse:
+    """The message of `Engine.model_info()`."""
+    texts_and_sizes = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "num_layers", "num_parameters")
+    names = (*texts_and_sizes, "has_tokenizer", "eos_token_ids", "bytes_per_slot", "bytes_per_page")
+    return pb.GetModelInfoResponse(**{name: info[name] for name in names})
+
+
+def status_to_wire(status: dict[str, Any]) -> pb.GetStatusResponse:
+    """The message of `Engine.status()`."""
+    numbers = ("running", "waiting", "compilations_after_ready", "requests", "steps", "prompt_tokens", "output_tokens")
+    message = pb.GetStatusResponse(
+        **{name: status[name] for name in (*numbers, "preemptions", "failed_steps", "failed_sequences")},
+        memory_bytes=status["memory_bytes"],
+    )
+    for name in ("pages", "slots", "snapshots"):
+        if name in status:
+            getattr(message, name).CopyFrom(pb.Pool(**status[name]))
+    return message
+
+
+def _logprobs_to_wire(entries: Sequence[TokenLogprobs | None]) -> Iterable[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(entries=[pb.TokenLogprob(token_id=token, logprob=value) for token, value in position or ()])
+        for position in entries
+    ]
+
+
+def _entries(message: pb.TokenLogprobs) -> TokenLogprobs | None:
+    return [(entry.token_id, entry.logprob) for entry in message.entries] or None
+
+
+class _naming:
+    """Turns protobuf's complaint about a value into a RequestError that names the field."""
+
+    def __init__(self, field: str):
+        self.field = field
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, TypeError | ValueError) and not isinstance(error, RequestError):
+            raise RequestError(self.field, str(error)) from error

@@ -1,0 +1,366 @@
+"""The gRPC service over a fake engine: streams, statuses, and who gets their memory back when."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from jhybrid_server.bridge import Bridge, NotReadyError
+from jhybrid_server.client import AsyncClient, Client
+from jhybrid_server.grpc_server import GrpcServer
+from jhybrid_server.statuses import ModelNotFoundError
+from jhybrid_server.v1 import inference_pb2 as pb
+from jhybrid_server.v1.inference_pb2_grpc import InferenceServiceStub
+
+from jhybrid.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, StepError
+from jhybrid.request import Request, SamplingParams
+from tests.server.fake_engine import FakeEngine, answer_text
+from tests.server.serving import Served, eventually, serving
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+ENDLESS = SamplingParams(max_tokens=None)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(step_seconds=0.002)
+
+
+@pytest.fixture
+def served(engine: FakeEngine) -> Iterator[Served]:
+    with serving(lambda: engine) as served:
+        yield served
+
+
+def health(target: str, service: str = "") -> int:
+    with grpc.insecure_channel(target) as channel:
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service)).status
+
+
+def idle(engine: FakeEngine) -> bool:
+    return not engine.running and not engine.waiting
+
+
+def test_streams_deltas_and_ends_with_usage_and_timing(served: Served):
+    sampling = SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)
+    stream = served.client.stream(Request(prompt="abc", sampling=sampling, request_id="mine"))
+    deltas = list(stream)
+    assert [d.text for d in deltas] == list(answer_text(4, 5))  # BOS and three bytes
+    assert [d.finish_reason for d in deltas] == [None] * 4 + ["length"]
+    assert {d.request_id for d in deltas} == {"mine"}
+    assert [d.logprobs for d in deltas] == [[[(d.token_ids[0], -0.5), (98, -1.5)]] for d in deltas]
+    assert deltas[0].prompt_logprobs == [None, [(97, -0.25)], [(98, -0.25)], [(99, -0.25)]]
+    assert all(d.prompt_logprobs is None for d in deltas[1:])
+    answer = stream.answer()
+    assert answer.output.text == answer_text(4, 5)
+    assert (answer.usage.prompt_tokens, answer.usage.cached_tokens, answer.usage.completion_tokens) == (4, 3, 5)
+    assert answer.timing.first_token_seconds is not None
+    assert 0.0 < answer.timing.first_token_seconds < answer.timing.total_seconds < 5.0
+
+
+def test_token_ids_and_several_answers(served: Served):
+    answer = served.client.generate(Request(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=3, n=2)))
+    assert [c.text for c in answer.output.completions] == [answer_text(2, 3, 0), answer_text(2, 3, 1)]
+    assert [c.finish_reason for c in answer.output.completions] == ["length", "length"]
+    assert answer.usage.completion_tokens == 6
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({"stop": ["f"]}, "f"), ({"stop_token_ids": [ord("f")]}, ord("f"))])
+def test_what_stopped_it_is_told(served: Served, fields: dict, reason: str | int):
+    sampling = SamplingParams(max_tokens=20, **fields)
+    [completion] = served.client.generate(Request(prompt="abc", sampling=sampling)).output.completions
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", reason)
+
+
+def test_every_field_reaches_the_engine(served: Served, engine: FakeEngine):
+    sampling = SamplingParams(max_tokens=2, temperature=0.3, seed=-5, logit_bias={3: -1.5}, stop=["x"], top_k=7, n=2)
+    served.client.generate(Request(prompt="abc", sampling=sampling, priority=4, add_special_tokens=False))
+    [got] = engine.submitted
+    assert got.sampling == sampling
+    assert got.priority == 4
+    assert got.prompt_token_ids == [97, 98, 99]
+
+
+def test_async_client(served: Served):
+    async def work() -> str:
+        async with AsyncClient(served.target) as client:
+            assert (await client.status()).running == 0
+            assert (await client.model_info()).vocab_size == 263
+            assert await client.tokenize("é") == [256, 0xC3, 0xA9]
+            many = (client.generate(Request(prompt="abc", sampling=SamplingParams(max_tokens=4))) for _ in range(8))
+            texts = {answer.output.text for answer in await asyncio.gather(*many)}
+            with pytest.raises(RequestError, match="n: 0"):
+                await client.generate(Request(prompt="abc", sampling=SamplingParams(n=0)))
+            return texts.pop()
+
+    assert asyncio.run(work()) == answer_text(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "request_fields"),
+    [
+        ("prompt", {"prompt": "", "add_special_tokens": False}),
+        ("prompt", {"prompt": "x" * 2000}),
+        ("prompt_token_ids", {"prompt_token_ids": [1, 263]}),
+        ("prompt_token_ids", {"prompt_token_ids": [-1]}),
+        ("temperature", {"prompt": "a", "sampling": SamplingParams(temperature=math.nan)}),
+        ("n", {"prompt": "a", "sampling": SamplingParams(n=0)}),
+        ("n", {"prompt": "a", "sampling": SamplingParams(n=10**6)}),
+        ("logprobs", {"prompt": "a", "sampling": SamplingParams(logprobs=10**6)}),
+        ("stop", {"prompt": "a", "sampling": SamplingParams(stop=["x"] * 10**5)}),
+        ("logit_bias", {"prompt": "a", "sampling": SamplingParams(logit_bias={263: 1.0})}),
+        ("max_tokens", {"prompt": "a", "sampling": SamplingParams(max_tokens=-1)}),
+    ],
+)
+def test_bad_requests_name_the_field(served: Served, engine: FakeEngine, field: str, request_fields: dict):
+    with pytest.raises(RequestError) as caught:
+        served.client.generate(Request(**request_fields))
+    assert caught.value.field == field
+    assert caught.value.__cause__.code() is grpc.StatusCode.INVALID_ARGUMENT  # pyright: ignore
+    assert served.client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
+    assert len(engine.submitted) == 1
+
+
+def test_prompt_missing_and_other_model(served: Served):
+    with grpc.insecure_channel(served.target) as channel:
+        stub = InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(pb.GenerateRequest()))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details().startswith("prompt: ")
+    with Client(served.target, model="other") as client, pytest.raises(ModelNotFoundError, match="'other'"):
+        client.generate(Request(prompt="a"))
+    with Client(served.target, model="fake") as client:
+        assert client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
+
+
+def test_a_failed_sequence_is_internal_with_its_cause(served: Served):
+    stream = served.client.stream(Request(prompt="nan", sampling=SamplingParams(max_tokens=5)))
+    seen = []
+    with pytest.raises(StepError, match="NaN or infinite"):
+        seen.extend(delta.text for delta in stream)
+    assert "".join(seen) == answer_text(4, 2)
+    with pytest.raises(StepError, match=r"answers \[0\] of 2: the model's logits"):
+        served.client.generate(Request(prompt="nan", sampling=SamplingParams(max_tokens=5, n=2)))
+
+
+def test_siblings_of_a_failed_answer_finish(served: Served):
+    stream = served.client.stream(Request(prompt="nan", sampling=SamplingParams(max_tokens=5, n=2)))
+    deltas = []
+    with pytest.raises(StepError):
+        deltas.extend(stream)
+    assert "".join(d.text for d in deltas if d.index == 1) == answer_text(4, 5, 1)
+
+
+def test_a_bug_in_submit_reaches_its_caller_only(served: Served):
+    with pytest.raises(grpc.RpcError) as caught:
+        served.client.generate(Request(prompt="bug"))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert served.client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
+
+
+def test_full_queue_is_resource_exhausted_and_passes(served: Served, engine: FakeEngine):
+    streams = [served.client.stream(Request(prompt="abc", sampling=ENDLESS)) for _ in range(12)]
+    eventually(lambda: len(engine.running) == 4 and len(engine.waiting) == 8)
+    with pytest.raises(QueueFullError):
+        served.client.generate(Request(prompt="abc"))
+    for stream in streams:
+        stream.cancel()
+    eventually(lambda: idle(engine))
+    assert served.client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
+
+
+def test_cancelling_frees_while_decoding_and_while_queued(served: Served, engine: FakeEngine):
+    streams = {
+        f"r{i}": served.client.stream(Request(prompt="abc", sampling=ENDLESS, request_id=f"r{i}")) for i in range(6)
+    }
+    eventually(lambda: len(engine.running) == 4 and len(engine.waiting) == 2)
+    queued = next(iter(engine.waiting))
+    next(iter(streams[next(iter(engine.running))]))
+    streams[queued].cancel()
+    eventually(lambda: engine.aborted == [queued])
+    for stream in streams.values():
+        stream.cancel()
+    eventually(lambda: idle(engine))
+    assert sorted(engine.aborted) == sorted(streams)
+    eventually(lambda: served.server.service.running == 0)
+
+
+def test_request_id_in_use_is_refused_and_free_again_after(served: Served, engine: FakeEngine):
+    first = served.client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="same"))
+    next(iter(first))
+    with pytest.raises(RequestError, match="request_id: 'same' is already running"):
+        served.client.generate(Request(prompt="abc", request_id="same"))
+    first.cancel()
+    eventually(lambda: idle(engine) and not served.bridge._streams)
+    assert served.client.generate(Request(prompt="abc", request_id="same")).output.text == answer_text(4, 16)
+
+
+def test_deadline_ends_the_call_and_frees(served: Served, engine: FakeEngine):
+    started = time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        served.client.generate(Request(prompt="abc", sampling=ENDLESS, request_id="late"), timeout=0.1)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    eventually(lambda: idle(engine), 1.0)
+    assert engine.aborted == ["late"]
+    assert time.monotonic() - started < 1.0
+
+
+def test_client_that_vanishes_frees(served: Served, engine: FakeEngine):
+    client = Client(served.target)
+    stream = client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="gone"))
+    next(iter(stream))
+    client.close()
+    eventually(lambda: engine.aborted == ["gone"] and idle(engine), 1.0)
+
+
+def test_slow_reader_holds_up_nobody(served: Served):
+    slow = served.client.stream(Request(prompt="abc", sampling=SamplingParams(max_tokens=900, logprobs=20)))
+    reader = iter(slow)
+    next(reader)
+    for _ in range(5):
+        assert served.client.generate(Request(prompt="abc"), timeout=5).output.text == answer_text(4, 16)
+    assert sum(1 for _ in reader) == 899
+    assert slow.answer().output.text == answer_text(4, 900)
+
+
+def test_one_thread_owns_the_engine(served: Served, engine: FakeEngine):
+    threads = [threading.Thread(target=served.client.generate, args=(Request(prompt="abc"),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    served.client.status()
+    for thread in threads:
+        thread.join()
+    assert len(engine.threads) == 1
+
+
+def test_an_idle_engine_is_left_alone(served: Served, engine: FakeEngine):
+    served.client.generate(Request(prompt="abc"))
+    time.sleep(0.05)
+    steps = engine.steps
+    time.sleep(0.2)
+    assert engine.steps == steps
+
+
+def test_tokenize(served: Served, engine: FakeEngine):
+    assert served.client.tokenize("hi") == [256, 104, 105]
+    assert served.client.tokenize("hi", add_special_tokens=False) == [104, 105]
+    engine.tokenizer = None
+    with pytest.raises(RequestError, match="text: this model has no tokenizer"):
+        served.client.tokenize("hi")
+
+
+def test_model_info_and_status(served: Served, engine: FakeEngine):
+    info = served.client.model_info()
+    assert (info.model, info.architecture, info.max_model_len) == ("fake", "FakeForCausalLM", 2000)
+    assert (info.bos_token_id, list(info.eos_token_ids), info.has_tokenizer) == (256, [257, 258], True)
+    stream = served.client.stream(Request(prompt="abc", sampling=ENDLESS))
+    next(iter(stream))
+    status = served.client.status()
+    assert (status.running, status.waiting, status.requests) == (1, 0, 1)
+    assert (status.slots.total, status.slots.used, status.pages.free) == (4, 1, 99)
+    assert dict(status.memory_bytes) == {"weights": 10, "kv": 20, "state": 30, "scratch": 40}
+    stream.cancel()
+    eventually(lambda: idle(engine))
+
+
+def test_health_and_calls_before_and_after_ready(engine: FakeEngine):
+    loaded = threading.Event()
+
+    def slow_start() -> FakeEngine:
+        loaded.wait(10)
+        return engine
+
+    with serving(slow_start, wait=False) as served:
+        assert health(served.target) == health(served.target, "jhybrid.v1.InferenceService") == NOT_SERVING
+        for call in (
+            served.client.status,
+            served.client.model_info,
+            lambda: served.client.generate(Request(prompt="a")),
+        ):
+            with pytest.raises(NotReadyError, match="still loading"):
+                call()
+        loaded.set()
+        served.run(served.bridge.ready())
+        served.run(served.server.serving())
+        served.client.wait_until_serving(5)
+        assert health(served.target) == health(served.target, "jhybrid.v1.InferenceService") == SERVING
+        assert served.client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
+
+
+def test_a_start_that_fails_says_why():
+    def broken() -> FakeEngine:
+        raise ConfigError("model", "'x' is no directory")
+
+    with serving(broken, wait=False) as served:
+        with pytest.raises(ConfigError, match="model: 'x' is no directory"):
+            served.run(served.bridge.ready())
+        with pytest.raises(EngineDeadError, match="'x' is no directory"):
+            served.client.status()
+
+
+def test_reflection_lists_and_describes_the_service(served: Served):
+    with grpc.insecure_channel(served.target) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="jhybrid.v1.InferenceService"),
+        ]
+        listed, described = stub.ServerReflectionInfo(iter(asked))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {"jhybrid.v1.InferenceService", "grpc.health.v1.Health"} <= names
+    [file] = described.file_descriptor_response.file_descriptor_proto
+    methods = descriptor_pb2.FileDescriptorProto.FromString(file).service[0].method
+    assert [method.name for method in methods] == ["Generate", "Tokenize", "GetModelInfo", "GetStatus"]
+
+
+def test_draining_lets_running_calls_finish_and_refuses_new_ones(served: Served, engine: FakeEngine):
+    stream = iter(served.client.stream(Request(prompt="abc", sampling=SamplingParams(max_tokens=200))))
+    deltas = [next(stream)]
+    drained = asyncio.run_coroutine_threadsafe(served.server.drain(10), served.loop)
+    eventually(lambda: health(served.target) == NOT_SERVING)
+    with pytest.raises(NotReadyError, match="shutting down"):
+        served.client.generate(Request(prompt="abc"))
+    deltas.extend(stream)
+    drained.result(5)
+    assert "".join(d.text for d in deltas) == answer_text(4, 200)
+    assert engine.aborted == []
+
+
+def test_draining_ends_what_takes_too_long(served: Served, engine: FakeEngine):
+    stream = iter(served.client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="long")))
+    next(stream)
+    served.run(served.server.drain(0.05))
+    with pytest.raises(NotReadyError, match="before its answer was complete"):
+        list(stream)
+    assert engine.aborted == ["long"]
+
+
+def test_death_of_the_engine_thread_reaches_every_caller(served: Served):
+    others = [iter(served.client.stream(Request(prompt="abc", sampling=ENDLESS))) for _ in range(2)]
+    for other in others:
+        next(other)
+    with pytest.raises(EngineDeadError, match="the device is gone"):
+        served.client.generate(Request(prompt="die"))
+    for other in others:
+        with pytest.raises(EngineDeadError, match="RuntimeError: the device is gone"):
+            list(other)
+    for call in (served.client.status, lambda: served.client.generate(Request(prompt="abc"))):
+        with pytest.raises(EngineDeadError):
+            call()
+    assert isinstance(served.run(served.bridge.death()), RuntimeError)
+
+
+def test_a_taken_port_is_refused(served: Served):
+    async def bind() -> None:
+        GrpcServer(Bridge(FakeEngine), "fake", "127.0.0.1", served.server.port)
+
+    with pytest.raises(ConfigError, match=f"grpc_port: 127.0.0.1:{served.server.port} cannot be bound"):
+        served.run(bind())
