@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jhybrid.errors import JhybridError
 from jhybrid.request import Completion, Delta, Output, Request
 from jhybrid_server import wire
 from jhybrid_server.statuses import error_of
@@ -111,7 +112,7 @@ class Client:
         self._model = model
 
     def wait_until_serving(self, timeout: float) -> None:
-        """Wait for a server that is still starting. TimeoutError with the last thing seen."""
+        """Wait for a server that is still starting. JhybridError with the last thing seen."""
         health: Any = health_pb2_grpc.HealthStub(self._channel)
         deadline, seen = time.monotonic() + timeout, "nothing"
         while (left := deadline - time.monotonic()) > 0:
@@ -124,7 +125,7 @@ class Client:
                     return
                 seen = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
             time.sleep(min(0.1, max(0.0, left)))
-        raise TimeoutError(f"the server is not serving after {timeout:g} s; last seen: {seen}")
+        raise JhybridError(f"the server is not serving after {timeout:g} s; last seen: {seen}")
 
     def stream(self, request: Request, timeout: float | None = None) -> DeltaStream:
         """Start a call. RequestError and the like are raised while iterating. `timeout` in seconds is its deadline."""

@@ -1,0 +1,109 @@
+"""`serve` as a process of its own, over the fake engine: its ready line, its signals, its exit codes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from jhybrid_server.bridge import NotReadyError
+from jhybrid_server.client import Client
+from jhybrid_server.main import client
+
+from jhybrid.errors import EngineDeadError, JhybridError, RequestError
+from jhybrid.request import Request, SamplingParams
+from tests.server.fake_engine import answer_text
+
+PROGRAM = """
+import sys
+from jhybrid.config import EngineConfig
+from jhybrid_server.main import serve
+from tests.server.fake_engine import FakeEngine
+sys.exit(serve(EngineConfig(), grpc_port=0, drain_timeout={drain}, make_engine=lambda: FakeEngine(step_seconds=0.005)))
+"""
+
+Start = Callable[..., tuple[subprocess.Popen, str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts servers; gives the process and its address."""
+    processes = []
+
+    def start(drain: float = 10.0) -> tuple[subprocess.Popen, str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(drain=drain)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = re.fullmatch(r"jhybrid serves demo at grpc://(127\.0\.0\.1:\d+)\n", line)
+        assert match, line
+        return process, match[1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_client_streams_text_and_prints_json(start: Start, capsys: pytest.CaptureFixture):
+    _, target = start()
+    client(target, ["abc"], SamplingParams(max_tokens=6))
+    assert capsys.readouterr().out == answer_text(4, 6) + "\n"
+    client(target, ["abc", "de"], SamplingParams(max_tokens=6, n=2), json_output=True)
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [c["text"] for c in first["output"]["completions"]] == [answer_text(4, 6), answer_text(4, 6, 1)]
+    assert second["prompt"] == "de"
+    assert second["usage"] == {"prompt_tokens": 3, "cached_tokens": 3, "completion_tokens": 12}
+    with pytest.raises(RequestError, match="n: 0"):
+        client(target, ["abc"], SamplingParams(n=0))
+    with pytest.raises(JhybridError, match="DEADLINE_EXCEEDED"):
+        client(target, ["abc"], SamplingParams(max_tokens=None), timeout=0.05)
+
+
+def test_client_without_a_server():
+    with pytest.raises(JhybridError, match=r"127\.0\.0\.1:1: UNAVAILABLE"):
+        client("127.0.0.1:1", ["abc"], SamplingParams())
+    with pytest.raises(JhybridError, match=r"is not serving after 0\.2 s"):
+        client("127.0.0.1:1", ["abc"], SamplingParams(), wait_seconds=0.2)
+
+
+def test_sigterm_lets_running_calls_finish_and_exits_zero(start: Start):
+    process, target = start()
+    with Client(target) as connection:
+        stream = iter(connection.stream(Request(prompt="abc", sampling=SamplingParams(max_tokens=100))))
+        text = next(stream).text
+        process.send_signal(signal.SIGTERM)
+        text += "".join(delta.text for delta in stream)
+    assert text == answer_text(4, 100)
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(("drain", "signals"), [(0.05, 1), (60.0, 2)])
+def test_what_does_not_finish_is_ended_and_exits_zero(start: Start, drain: float, signals: int):
+    process, target = start(drain)
+    with Client(target) as connection:
+        stream = iter(connection.stream(Request(prompt="abc", sampling=SamplingParams(max_tokens=None))))
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            threading.Timer(0.3, process.send_signal, (signal.SIGINT,)).start()
+        with pytest.raises(NotReadyError):
+            list(stream)
+    assert process.wait(10) == 0
+
+
+def test_death_of_the_engine_thread_exits_nonzero(start: Start):
+    process, target = start()
+    with Client(target) as connection, pytest.raises(EngineDeadError, match="the device is gone"):
+        connection.generate(Request(prompt="die"))
+    assert process.wait(10) == 1
