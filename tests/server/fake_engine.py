@@ -54,11 +54,15 @@ class FakeEngine:
         self.submitted: list[Request] = []
         self.threads: set[int] = set()
         self.steps = 0
+        self.looks = 0  # how often it was asked for work
+        self.gate = threading.Event()  # cleared: steps wait
+        self.gate.set()
         self.closed = False
         self._told: list[Delta] = []
 
     @property
     def has_work(self) -> bool:
+        self.looks += 1
         return bool(self.running or self.waiting or self._told)
 
     def submit(self, request: Request) -> str:
@@ -89,6 +93,7 @@ class FakeEngine:
         self.threads.add(threading.get_ident())
         self.steps += 1
         time.sleep(self.step_seconds)
+        self.gate.wait(10)
         while self.waiting and len(self.running) < self.slots:
             name = min(self.waiting, key=lambda n: self.waiting[n].request.priority)
             self.running[name] = self.waiting.pop(name)

@@ -1,0 +1,110 @@
+"""Bridge: what happens between event loops and the engine's thread when things cross."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from jhybrid_server.bridge import Bridge, NotReadyError
+
+from jhybrid.errors import RequestError
+from jhybrid.request import Request, SamplingParams
+from tests.server.fake_engine import FakeEngine, answer_text
+from tests.server.serving import eventually
+
+ENDLESS = SamplingParams(max_tokens=None)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(step_seconds=0.001)
+
+
+@pytest.fixture
+def bridge(engine: FakeEngine) -> Iterator[Bridge]:
+    bridge = Bridge(lambda: engine)
+    bridge.start()
+    yield bridge
+    engine.gate.set()
+    assert bridge.close()
+
+
+async def text_of(bridge: Bridge, request: Request) -> str:
+    await bridge.ready()
+    stream = await bridge.open(request)
+    return "".join([delta.text async for delta in bridge.deltas(stream)])
+
+
+def test_callers_from_several_event_loops(bridge: Bridge):
+    texts: list[str] = []
+    work = lambda: texts.append(asyncio.run(text_of(bridge, Request(prompt="abc"))))  # noqa: E731
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert texts == [answer_text(4, 16)] * 6
+
+
+def test_last_deltas_of_an_abandoned_request_reach_no_later_one_of_its_id(bridge: Bridge, engine: FakeEngine):
+    request = Request(prompt="abc", sampling=SamplingParams(max_tokens=5), request_id="same")
+
+    async def work() -> str:
+        await bridge.ready()
+        stream = await bridge.open(request)
+        engine.gate.clear()
+        bridge.abandon(stream)
+        later = asyncio.create_task(bridge.open(request))
+        await asyncio.sleep(0.1)  # both jobs are posted while a step is held up
+        engine.gate.set()
+        with pytest.raises(RequestError, match="'same' is already running"):
+            await later
+        while bridge._streams:
+            await asyncio.sleep(0.005)
+        return await text_of(bridge, request)
+
+    assert asyncio.run(work()) == answer_text(4, 5)
+
+
+def test_a_caller_that_leaves_before_acceptance_is_never_submitted(bridge: Bridge, engine: FakeEngine):
+    async def work() -> None:
+        await bridge.ready()
+        await bridge.open(Request(prompt="abc", sampling=ENDLESS, request_id="first"))
+        engine.gate.clear()
+        task = asyncio.create_task(bridge.open(Request(prompt="abc", request_id="second")))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        engine.gate.set()
+        await bridge.ask(lambda engine: engine.status())
+
+    asyncio.run(work())
+    assert [request.request_id for request in engine.submitted] == ["first"]
+
+
+def test_a_closed_event_loop_costs_its_own_requests_only(bridge: Bridge, engine: FakeEngine):
+    async def leave() -> None:
+        await bridge.ready()
+        await bridge.open(Request(prompt="abc", sampling=ENDLESS, request_id="left"))
+
+    asyncio.run(leave())
+    eventually(lambda: engine.aborted == ["left"] and not engine.running)
+    assert asyncio.run(text_of(bridge, Request(prompt="abc"))) == answer_text(4, 16)
+
+
+def test_closing_tells_who_waits(engine: FakeEngine):
+    async def work() -> None:
+        bridge = Bridge(lambda: engine)
+        bridge.start()
+        await bridge.ready()
+        stream = await bridge.open(Request(prompt="abc", sampling=ENDLESS))
+        assert await asyncio.to_thread(bridge.close)
+        with pytest.raises(NotReadyError, match="shutting down"):
+            async for _ in bridge.deltas(stream):
+                pass
+        with pytest.raises(NotReadyError, match="shutting down"):
+            await bridge.open(Request(prompt="abc"))
+
+    asyncio.run(work())
+    assert engine.closed
