@@ -1,0 +1,139 @@
+"""Engines on the tiny models with golden numbers. One per model and test process: compiling is what takes time.
+
+Tests change an engine's budget, pools and parameters at run time instead of building another, and must leave it
+idle with everything given back, which the fixtures in conftest.py check.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jhybrid import Delta, Engine, EngineConfig, Output, Request, SamplingParams
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MODELS = ("nemotron_h_moe", "granite_dense", "mamba2", "llama")
+HYBRIDS = ("nemotron_h_moe", "granite_dense")
+PROMPT_LEN = 97
+
+
+@cache
+def engine_of(model: str) -> Engine:
+    return Engine(
+        EngineConfig(
+            model=str(GOLDEN / model),
+            dtype="float32",
+            max_num_seqs=4,
+            max_model_len=256,
+            page_size=8,
+            max_num_batched_tokens=128,
+            chunk_size=16,
+        )
+    )
+
+
+@cache
+def golden(model: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / model / "goldens.npz") as file:
+        return dict(file)
+
+
+def poison(engine: Engine) -> None:
+    """NaN in every free slot and page and in the scratch rows. The engine must be between steps."""
+    assert engine._flight is None
+    ledger = engine.ledger
+    for name, (part, layers) in engine.runner.router.arrays.items():
+        array = np.array(engine.runner.cache.arrays[name])
+        rows = array.shape[0] // layers
+        pool = ledger.slots if part.unit == "slot" else ledger.pages
+        for layer in range(layers):
+            array[[layer * rows + row for row in (*pool.free_rows(), rows - 1)]] = np.nan
+        engine.runner.cache.arrays[name] = jax.device_put(array)
+
+
+@contextlib.contextmanager
+def budget(engine: Engine, tokens: int) -> Iterator[None]:
+    """A smaller token budget per step; the executables for larger ones serve it too."""
+    before, engine.scheduler.budget = engine.scheduler.budget, tokens
+    try:
+        yield
+    finally:
+        engine.scheduler.budget = before
+
+
+@contextlib.contextmanager
+def only_pages(engine: Engine, count: int) -> Iterator[None]:
+    """Leave `count` pages free."""
+    taken = engine.ledger.pages.take(engine.ledger.pages.free - count)
+    assert taken is not None
+    try:
+        yield
+    finally:
+        engine.ledger.pages.give(taken)
+
+
+@contextlib.contextmanager
+def at_most(engine: Engine, seqs: int) -> Iterator[None]:
+    """Fewer sequences at once, with as many slots."""
+    before, engine.scheduler.max_num_seqs = engine.scheduler.max_num_seqs, seqs
+    slots = engine.ledger.slots.take(max(0, engine.ledger.slots.free - seqs)) or []
+    try:
+        yield
+    finally:
+        engine.scheduler.max_num_seqs = before
+        engine.ledger.slots.give(slots)
+
+
+@contextlib.contextmanager
+def parameters(engine: Engine, change: Callable[[str, np.ndarray], np.ndarray]) -> Iterator[None]:
+    """Other parameters of the same shapes: `change(path, array)` gives each one's new value."""
+    before = engine.runner.params
+    engine.runner.params = jax.tree_util.tree_map_with_path(
+        lambda path, a: jax.device_put(change(jax.tree_util.keystr(path), np.array(a))), before
+    )
+    try:
+        yield
+    finally:
+        engine.runner.params = before
+
+
+def greedy(prompt: list[int], max_tokens: int = 16, **sampling: object) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(prompt_token_ids=list(prompt), sampling=dataclasses.replace(params, **sampling))
+
+
+def prompts(engine: Engine, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, engine.model.vocab_size, n).tolist() for n in lengths]
+
+
+def alone(engine: Engine, request: Request) -> Output:
+    """The reference: this request by itself, its prompt whole, step by step."""
+    assert not engine.has_work
+    poison(engine)
+    [output] = engine.generate([request])
+    return output
+
+
+def drain(engine: Engine) -> list[Delta]:
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas
+
+
+def same(a: Output, b: Output, atol: float = 1e-4) -> None:
+    """Equal tokens, and equal log-probabilities wherever there are any."""
+    assert a.token_ids == b.token_ids
+    assert a.finish_reason == b.finish_reason
+    for left, right in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+        assert (left is None) == (right is None)
+        for x, y in zip(left or [], right or [], strict=True):
+            if x is None or y is None:
+                assert x is y is None
+                continue
+            np.testing.assert_allclose([lp for _, lp in x], [lp for _, lp in y], atol=atol)
