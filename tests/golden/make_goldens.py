@@ -25,6 +25,7 @@ PROMPT_LENGTH = 97
 DECODE_STEPS = 16
 CHUNKS = (31, 47, 19)  # odd, none a multiple of a kernel's chunk
 BATCH_LENGTHS = (1, 2, 3, 7, 41)  # below, at and above the convolution's taps
+TIME_STEP_LIMIT = (0.2, 0.35)  # binds on both sides: the softplus lies mostly in 0.1 to 0.5
 SELF_TOLERANCE = 3e-5
 ROUTING_MARGIN = 1e-4
 GREEDY_GAP = 0.01
@@ -182,7 +183,7 @@ def build(spec: dict, seed: int) -> PreTrainedModel:
         for name in sorted(named):
             named[name].copy_(draw(name, named[name].shape, generator))
         slow_down(model)
-        respect_time_step_limit(model)
+        limit_time_steps(model, getattr(model.config, "time_step_limit", None))
         probe = torch.randint(3, config.vocab_size, (1, PROMPT_LENGTH), generator=generator)
         final_norm(model).weight.mul_(1.0 / model(probe, use_cache=False).logits.std())
     return model
@@ -223,12 +224,12 @@ def slow_down(model: PreTrainedModel) -> None:
             module.A_log[-1] = math.log(0.3)
 
 
-def respect_time_step_limit(model: PreTrainedModel) -> None:
-    """Replace nemotron_h's clamp of dt to time_step_min, which its own decode does not have (models of the
-    family set no limit, so the published meaning is time_step_limit)."""
+def limit_time_steps(model: PreTrainedModel, limit: tuple[float, float] | None) -> None:
+    """Clamp dt to `limit` in every Mamba2 layer. nemotron_h clamps to time_step_min instead, which its own decode
+    does not do; the published meaning is time_step_limit."""
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
-            module.time_step_limit = tuple(model.config.time_step_limit)
+            module.time_step_limit = tuple(limit)
 
 
 def final_norm(model: PreTrainedModel) -> torch.nn.Module:
@@ -361,6 +362,13 @@ def goldens(model: PreTrainedModel, seed: int) -> tuple[dict[str, np.ndarray], d
         "batch_ids": np.array([a[0] for a in answers], np.int32),
         "batch_logits": torch.stack([a[1] for a in answers]).numpy(),
     }
+    if len(decay):
+        limit_time_steps(model, TIME_STEP_LIMIT)
+        arrays["time_step_limit"] = np.array(TIME_STEP_LIMIT, np.float32)
+        arrays["limited_logits"] = full(model, prompt)[-1].numpy()
+        moved = float(np.abs(arrays["limited_logits"] - whole[-1].numpy()).max())
+        if moved < 0.01:
+            raise SystemExit(f"time_step_limit {TIME_STEP_LIMIT} moves the last logits by {moved:.3f} only")
     if len(set(ids)) < 6:
         raise UnfitSeedError(f"greedy decode repeats itself: {ids}")
     if figures["least_routing_margin"] < ROUTING_MARGIN:
