@@ -28,7 +28,7 @@ def measure(
     output_tokens: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Medians over `repeats` runs: prefill tokens/s of one prompt, decode tokens/s by batch size, host time per step."""
+    """Medians over `repeats`: prefill tokens/s of one prompt, decode tokens/s and host time per step by batch size."""
     started = time.perf_counter()
     with Engine(config) as engine:
         ready = time.perf_counter() - started

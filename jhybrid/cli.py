@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import tyro
+import tyro.extras
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
-from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
+from tyro.conf import OmitArgPrefixes, arg
 
 from jhybrid.config import EngineConfig
 from jhybrid.errors import JhybridError, RequestError
 from jhybrid.request import Request, SamplingParams
+from jhybrid.train.recipe import TrainConfig
 
 Config = OmitArgPrefixes[EngineConfig]
 
@@ -180,18 +182,96 @@ class Bench:
             print_figures(figures, Console())
 
 
-COMMANDS = (
-    Annotated[Generate, subcommand("generate")]
-    | Annotated[Score, subcommand("score")]
-    | Annotated[Inspect, subcommand("inspect")]
-    | Annotated[Bench, subcommand("bench")]
-)
+@dataclass(frozen=True)
+class Serve:
+    """Serve a model over gRPC until SIGTERM; prints one line with the address when ready."""
+
+    engine: Config = field(default_factory=EngineConfig)
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+    grpc_port: int = 50051
+    """0 picks a free port."""
+    served_model_name: str | None = None
+    """Name that clients use; the model argument unless given."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests have to finish after SIGTERM."""
+    json: bool = False
+    """The ready line as a JSON object."""
+
+    def run(self) -> None:
+        from jhybrid_server.main import serve
+
+        sys.exit(
+            serve(
+                self.engine,
+                host=self.host,
+                grpc_port=self.grpc_port,
+                served_model_name=self.served_model_name,
+                drain_timeout=self.drain_timeout,
+                json_output=self.json,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class ClientCommand:
+    """Ask a running server; the text is streamed."""
+
+    prompt: Annotated[tuple[str, ...], arg(aliases=["-p"])]
+    """Prompts; `-` reads one from standard input."""
+    target: str = "127.0.0.1:50051"
+    """host:port of the server."""
+    sampling: OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
+    timeout: float | None = None
+    """Seconds after which the call is given up, on the server too."""
+    wait_seconds: float = 0.0
+    """Wait that long for a server that is still starting."""
+    json: bool = False
+    """One JSON object per prompt."""
+
+    def run(self) -> None:
+        from jhybrid_server.main import client
+
+        prompts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
+        client(self.target, prompts, self.sampling.params(), self.timeout, self.json, self.wait_seconds)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a small native model; the embedded demo model came from `--preset demo`."""
+
+    run_: OmitArgPrefixes[TrainConfig]
+
+    def run(self) -> None:
+        from jhybrid.train import train
+
+        train(self.run_)
+
+
+COMMANDS = {
+    "serve": Serve,
+    "client": ClientCommand,
+    "generate": Generate,
+    "score": Score,
+    "inspect": Inspect,
+    "bench": Bench,
+    "train": Train,
+}
 
 
 def main() -> None:
     """Entry point of `jhybrid`."""
-    command = tyro.cli(COMMANDS, prog="jhybrid", description=__doc__)
-    logging.basicConfig(level=logging.WARNING, handlers=[RichHandler(Console(stderr=True), show_path=False)])
+    command = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog="jhybrid", description="Inference engine for hybrid language models on JAX."
+    )
+    level = logging.INFO if isinstance(command, Serve) else logging.WARNING
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
+    )
+    for name in ("jhybrid", "jhybrid_server"):
+        logging.getLogger(name).setLevel(level)
     try:
         command.run()
     except JhybridError as error:
@@ -201,3 +281,7 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -75,7 +75,7 @@ class Intake:
         if wanted is not None and length + wanted > limit:
             raise RequestError(
                 "max_tokens",
-                f"{wanted} after a prompt of {length} tokens exceeds max_model_len={limit}; use at most {limit - length}",
+                f"{wanted} after {length} prompt tokens exceeds max_model_len={limit}; use at most {limit - length}",
             )
         if request.sampling.min_tokens > limit - length:
             raise RequestError(

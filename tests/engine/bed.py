@@ -101,7 +101,7 @@ def parameters(engine: Engine, change: Callable[[str, np.ndarray], np.ndarray]) 
         engine.runner.params = before
 
 
-def greedy(prompt: list[int], max_tokens: int = 16, **sampling: object) -> Request:
+def greedy(prompt: list[int], max_tokens: int | None = 16, **sampling: object) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return Request(prompt_token_ids=list(prompt), sampling=dataclasses.replace(params, **sampling))
 

@@ -29,7 +29,7 @@ def test_max_tokens_zero_one_and_none(engine: Engine):
         output = alone(engine, greedy(prompt, wanted))
         assert len(output.token_ids) == wanted
         assert output.finish_reason == "length"
-    output = alone(engine, greedy(prompt, 1, max_tokens=None))
+    output = alone(engine, greedy(prompt, None))
     assert len(output.token_ids) == engine.model.max_model_len - 10
     assert output.token_ids == alone(engine, greedy(prompt, 246)).token_ids
 
