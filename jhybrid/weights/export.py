@@ -47,9 +47,8 @@ def export_huggingface(
     if len(shards) == 1:
         files = [SINGLE_FILE]
     for file, shard in zip(files, shards, strict=True):
-        save_file(
-            _tensors(flat, shard), directory / file, metadata={"format": "pt"}
-        )  # transformers insists on a format
+        # transformers refuses a file without a format
+        save_file(_tensors(flat, shard), directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(_bytes(flat, name) for shard in shards for name in shard)},
