@@ -5,10 +5,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from jhybrid_server.bridge import Bridge, NotReadyError
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Request, SamplingParams
+from jhybrid_server.bridge import Bridge, NotReadyError
 from tests.server.fake_engine import FakeEngine, answer_text
 from tests.server.serving import eventually
 

@@ -11,15 +11,15 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, QueueFullError, RequestError, StepError
+from jhybrid.request import Request, SamplingParams
 from jhybrid_server.bridge import Bridge, NotReadyError
 from jhybrid_server.client import AsyncClient, Client
 from jhybrid_server.grpc_server import GrpcServer
-from jhybrid_server.statuses import ModelNotFoundError
+from jhybrid_server.statuses import ModelNotFoundError, code_of
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1.inference_pb2_grpc import InferenceServiceStub
-
-from jhybrid.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, StepError
-from jhybrid.request import Request, SamplingParams
 from tests.server.fake_engine import FakeEngine, answer_text
 from tests.server.serving import Served, eventually, serving
 
@@ -157,6 +157,7 @@ def test_siblings_of_a_failed_answer_finish(served: Served):
     with pytest.raises(StepError):
         deltas.extend(stream)
     assert "".join(d.text for d in deltas if d.index == 1) == answer_text(4, 5, 1)
+    assert stream.usage is None  # it would say that the call ended well
 
 
 def test_a_bug_in_submit_reaches_its_caller_only(served: Served):
@@ -356,6 +357,22 @@ def test_death_of_the_engine_thread_reaches_every_caller(served: Served):
         with pytest.raises(EngineDeadError):
             call()
     assert isinstance(served.run(served.bridge.death()), RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("n", "0 is too low"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ModelNotFoundError("x"), grpc.StatusCode.NOT_FOUND),
+        (QueueFullError("x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (EngineDeadError("x"), grpc.StatusCode.UNAVAILABLE),
+        (NotReadyError("x"), grpc.StatusCode.UNAVAILABLE),
+        (StepError("x"), grpc.StatusCode.INTERNAL),
+        (ConfigError("dtype", "x"), grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_codes_of_errors(error: JhybridError, code: grpc.StatusCode):
+    assert code_of(error) is code
 
 
 def test_a_taken_port_is_refused(served: Served):

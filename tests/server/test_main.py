@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from jhybrid_server.bridge import NotReadyError
-from jhybrid_server.client import Client
-from jhybrid_server.main import client
 
 from jhybrid.errors import EngineDeadError, JhybridError, RequestError
 from jhybrid.request import Request, SamplingParams
+from jhybrid_server.bridge import NotReadyError
+from jhybrid_server.client import Client
+from jhybrid_server.main import client
 from tests.server.fake_engine import answer_text
 
 PROGRAM = """

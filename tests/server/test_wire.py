@@ -6,11 +6,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jhybrid_server.v1 import inference_pb2 as pb
-from jhybrid_server.wire import delta_from_wire, delta_to_wire, request_from_wire, request_to_wire
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Delta, Request, SamplingParams
+from jhybrid_server.v1 import inference_pb2 as pb
+from jhybrid_server.wire import delta_from_wire, delta_to_wire, request_from_wire, request_to_wire
 
 whole = st.integers(-(2**63), 2**63 - 1)
 number = st.floats(allow_nan=False)
