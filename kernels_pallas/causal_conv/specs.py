@@ -87,7 +87,6 @@ SPECS = [
     _case("mixed-3-taps-no-activation-no-bias", _MIXED, taps=3, activation=None, bias=False),
     _case("mixed-7-taps", _MIXED, taps=7),
     _case("fork-two-from-one", _ragged([3, 10], [6, 6], write=[4, 5])),
-    _case("swapped-slots", _ragged([3, 10], [6, 6], write=[1, 0])),
     _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], snapshots={(0, 2): 5, (0, 13): 6, (2, 3): 7})),
     _case("snapshot-after-first-token", _ragged([6], [0], snapshots={(0, 1): 5})),
     _case("second-of-three-layers", _MIXED, layers=3, layer=1),

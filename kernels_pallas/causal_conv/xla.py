@@ -1,12 +1,16 @@
 """causal_conv in plain JAX: all tokens at once, then one window written per sequence, in place."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.snapshots import chunk_has_snapshot
 from kernels_pallas.spans import Spans
+
+Finish = Callable[[Array], Array]  # adds the bias, applies the activation, gives the output's dtype
 
 
 def causal_conv(
@@ -26,69 +30,97 @@ def causal_conv(
         raise NotImplementedError(f"weight {weight.shape}: a convolution of fewer than 2 taps keeps no window")
     if (window is None) != (spans.kind == "dense"):
         raise NotImplementedError(f"window is {'None' if window is None else 'given'} with {spans.kind!r} spans")
-    taps = weight.astype(jnp.float32).T  # [K, D]
+    # [K, D] by a product with the identity: XLA keeps it in memory, where a transposition would become strided
+    # reads in every loop that uses the taps.
+    taps = jnp.dot(jnp.eye(weight.shape[1]), weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
     def finish(y: Array) -> Array:
         y = y if bias is None else y + bias.astype(jnp.float32)
         return (jax.nn.silu(y) if activation == "silu" else y).astype(x.dtype)
 
     if window is None:
-        dense = x.reshape(spans.num_seqs, -1, x.shape[1])  # [S, L, D]
-        return finish(_shifted_sum(dense, taps)).reshape(x.shape), None
-    # [S, K, D], the inputs before each sequence's first token: read before anything is written.
-    kept = jnp.where(spans.first_pos[:, None, None] > 0, window[base + spans.read_slot], 0)
-    if spans.kind == "decode":
-        before = jnp.sum(kept[:, 1:].astype(jnp.float32) * taps[:-1], axis=1)
-        y, starts = finish(before + x.astype(jnp.float32) * taps[-1]), None
-    else:
-        y, starts = finish(_shifted_sum(x, taps)), finish(_starts(x, kept, taps, spans))
-    return _write(y, starts, x, kept, window, spans, base)
+        dense = jnp.pad(x.reshape(spans.num_seqs, -1, x.shape[1]), [(0, 0), (weight.shape[1] - 1, 0), (0, 0)])
+        return finish(_shifted_sum(dense, taps)).reshape(x.shape), None  # [S, L, D] -> [T, D]
+    update = _decode if spans.kind == "decode" else _ragged
+    return update(x, taps, finish, window, spans, base)
 
 
-def _shifted_sum(x: Array, taps: Array) -> Array:
-    """Convolution of x [..., T, D] along T with zeros before its start, in float32."""
-    K, T = taps.shape[0], x.shape[-2]
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(K - 1, 0), (0, 0)]).astype(jnp.float32)
-    return sum(padded[..., k : k + T, :] * taps[k] for k in range(K))  # pyright: ignore[reportReturnType]
-
-
-def _starts(x: Array, kept: Array, taps: Array, spans: Spans) -> Array:
-    """[S, K-1, D]: convolution at the first K-1 tokens of each sequence, those that reach back into `kept`."""
+def _shifted_sum(padded: Array, taps: Array) -> Array:
+    """[..., T, D] float32: convolution along the second to last axis of padded [..., K-1 + T, D]."""
     K = taps.shape[0]
-    first = spans.query_start[:-1, None] + jnp.arange(K - 1, dtype=jnp.int32)
-    tokens = x[jnp.minimum(first, x.shape[0] - 1)]  # past a sequence's end: not used
-    inputs = jnp.concatenate([kept[:, 1:].astype(jnp.float32), tokens.astype(jnp.float32)], axis=1)
-    return sum(inputs[:, k : k + K - 1] * taps[k] for k in range(K))  # pyright: ignore[reportReturnType]
+    T = padded.shape[-2] - (K - 1)
+    return sum(padded[..., k : k + T, :].astype(jnp.float32) * taps[k] for k in range(K))  # pyright: ignore
 
 
-def _write(
-    y: Array, starts: Array | None, x: Array, kept: Array, window: Array, spans: Spans, base: int | Array
+def _row(window: Array, row: Array, from_zero: Array) -> Array:
+    """[K, D]: the inputs before a sequence's next token; zeros, and nothing is read, if it has none.
+
+    A loop of no or one turn keeps the row in memory. Otherwise XLA reads it anew wherever it is used, also after
+    the window has changed, and copies the whole array to be able to.
+    """
+    zeros = jnp.zeros(window.shape[1:], window.dtype)
+    read = 1 - from_zero.astype(jnp.int32)
+    return lax.fori_loop(0, read, lambda _, z: lax.dynamic_index_in_dim(window, row, keepdims=False), zeros)
+
+
+def _decode(
+    x: Array, taps: Array, finish: Finish, window: Array, spans: Spans, base: int | Array
 ) -> tuple[Array, Array]:
-    """y with each sequence's first tokens replaced by `starts`, and the window array with the last K inputs of
-    each sequence, at its end and at its snapshots. One loop that updates both in place."""
-    (T, D), (_, K, _), S = y.shape, window.shape, spans.num_seqs
-    seqs = jnp.concatenate([jnp.arange(S, dtype=jnp.int32), spans.chunk_seq])
-    ends = jnp.concatenate([spans.query_start[1:], spans.chunk_start + spans.chunk_len])
-    slots = jnp.concatenate([spans.write_slot, spans.chunk_snapshot])
-    used = jnp.sum(spans.query_start[:-1] < spans.num_tokens)  # sequences up to the last that has tokens
-    count = jnp.where(spans.num_snapshots > 0, S + spans.num_chunks, used)
-    recent, span = jnp.arange(K, dtype=jnp.int32), min(K - 1, T)
+    """One token per sequence: each window is read once and written once."""
+    has_snapshot = chunk_has_snapshot(spans)
 
-    def entry(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def token(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         y, window = carry
-        seq, end = seqs[i], ends[i]
-        start = spans.query_start[seq]
-        token = end - K + recent  # [K]
-        older = kept[seq, jnp.minimum(recent + end - start, K - 1)]
-        inputs = jnp.where((token >= start)[:, None], x[jnp.maximum(token, 0)].astype(window.dtype), older)
-        window = lax.dynamic_update_slice(window, inputs[None], (base + slots[i], 0, 0))
-        if starts is None:
-            return y, window
-        at = jnp.minimum(start, T - span)
-        offset = at + jnp.arange(span, dtype=jnp.int32) - start
-        rows = lax.dynamic_slice(y, (at, 0), (span, D))
-        own = (offset >= 0) & (offset < end - start)
-        rows = jnp.where(own[:, None], starts[seq, jnp.maximum(offset, 0)], rows)
-        return lax.dynamic_update_slice(y, rows, (at, 0)), window
+        before = lax.dynamic_index_in_dim(window, base + spans.read_slot[t], keepdims=False)
+        before = jnp.where(spans.first_pos[t] > 0, before, 0)
+        current = lax.dynamic_slice_in_dim(x, t, 1)
+        inputs = jnp.concatenate([before[1:].astype(jnp.float32), current.astype(jnp.float32)])  # [K, D]
+        y = lax.dynamic_update_slice_in_dim(y, jnp.sum(inputs * taps, axis=0, keepdims=True), t, 0)
+        return y, _put(window, inputs, base, spans.write_slot[t], spans.chunk_snapshot[t], has_snapshot[t])
 
-    return lax.fori_loop(0, count, entry, (y, window))
+    y, window = lax.fori_loop(0, spans.num_tokens, token, (jnp.zeros(x.shape, jnp.float32), window))
+    return finish(y), window
+
+
+def _ragged(
+    x: Array, taps: Array, finish: Finish, window: Array, spans: Spans, base: int | Array
+) -> tuple[Array, Array]:
+    """All tokens as if they were one sequence, then chunk after chunk the K-1 first outputs of each anew."""
+    (T, D), K = x.shape, taps.shape[0]
+    # Slices past either end, where dynamic_slice would shift them, meet padding instead.
+    padded = jnp.pad(x, [(K - 1, K), (0, 0)])
+    y = finish(_shifted_sum(padded, taps))  # [T + K, D]
+    has_snapshot = chunk_has_snapshot(spans)
+    newest = jnp.arange(K, dtype=jnp.int32)[:, None]
+
+    def chunk(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        y, window = carry
+        start, length, seq = spans.chunk_start[c], spans.chunk_len[c], spans.chunk_seq[c]
+        is_first = start == spans.query_start[seq]
+        slot = jnp.where(is_first, spans.read_slot[seq], spans.write_slot[seq])
+        before = _row(window, base + slot, is_first & (spans.first_pos[seq] == 0))
+        tokens = lax.dynamic_slice(padded, (start + K - 1, 0), (K - 1, D))
+        reach = jnp.concatenate([before[1:].astype(jnp.float32), tokens.astype(jnp.float32)])  # [2K-2, D]
+        starts = finish(sum(reach[k : k + K - 1] * taps[k] for k in range(K)))  # pyright: ignore[reportArgumentType]
+        # In order of start, so the next chunk overwrites what this one leaves past its length.
+        y = lax.dynamic_update_slice(y, starts, (start, 0))
+        latest = lax.dynamic_slice(padded, (start + length - 1, 0), (K, D))
+        older = lax.dynamic_slice(jnp.pad(before, [(0, K), (0, 0)]), (jnp.minimum(length, K), 0), (K, D))
+        inputs = jnp.where(newest >= K - length, latest.astype(window.dtype), older)
+        return y, _put(window, inputs, base, spans.write_slot[seq], spans.chunk_snapshot[c], has_snapshot[c])
+
+    y, window = lax.fori_loop(0, spans.num_chunks, chunk, (y, window))
+    return y[:T], window
+
+
+def _put(window: Array, inputs: Array, base: int | Array, slot: Array, snapshot: Array, has_snapshot: Array) -> Array:
+    """The window array with `inputs` in the row of `slot`, and in that of `snapshot` if there is one.
+
+    The condition is a loop of no or one turn: XLA updates a loop's arrays in place, and keeps `inputs` for it
+    in memory instead of computing it again from a window that has changed, which would cost a copy of the array.
+    """
+
+    def write(slot: Array, window: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(window, inputs.astype(window.dtype), base + slot, 0)
+
+    return lax.fori_loop(0, has_snapshot.astype(jnp.int32), lambda _, w: write(snapshot, w), write(slot, window))
