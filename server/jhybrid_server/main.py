@@ -27,18 +27,20 @@ def serve(
     grpc_port: int = 50051,
     served_model_name: str | None = None,
     drain_timeout: float = 30.0,
+    json_output: bool = False,
     make_engine: Callable[[], ServedEngine] | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code.
 
-    Prints one line with the address once requests are answered; `grpc_port` 0 picks a free port. The first signal
+    Prints one line with the address once requests are answered, with `json_output` as a JSON object; `grpc_port` 0
+    picks a free port. The first signal
     lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. Raises what keeps
     the engine from starting (ConfigError, WeightsError, OutOfMemoryError). Exit code 1 means that the engine's
     thread died. `make_engine` stands in for the engine in tests.
     """
     name = served_model_name or config.model
     bridge = Bridge(make_engine or (lambda: _engine(config)))
-    code = asyncio.run(_serve(bridge, name, host, grpc_port, drain_timeout))
+    code = asyncio.run(_serve(bridge, name, host, grpc_port, drain_timeout, json_output))
     if not bridge.close():
         # The engine's thread is inside a compilation or a step that cannot be interrupted.
         log.warning("the engine thread did not end in time; leaving without it")
@@ -53,7 +55,7 @@ def _engine(config: EngineConfig) -> ServedEngine:
     return Engine(config)
 
 
-async def _serve(bridge: Bridge, name: str, host: str, port: int, drain_timeout: float) -> int:
+async def _serve(bridge: Bridge, name: str, host: str, port: int, drain_timeout: float, json_output: bool) -> int:
     server = GrpcServer(bridge, name, host, port)
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -70,7 +72,13 @@ async def _serve(bridge: Bridge, name: str, host: str, port: int, drain_timeout:
             return 0
         await ready
         await server.serving()
-        print(f"jhybrid serves {name} at grpc://{server.host}:{server.port}", flush=True)
+        address = f"{server.host}:{server.port}"
+        line = (
+            json.dumps({"model": name, "grpc": address})
+            if json_output
+            else f"jhybrid serves {name} at grpc://{address}"
+        )
+        print(line, flush=True)
         await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             return 1
