@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-WEIGHT_TILE_BYTES = 1 << 19  # of the part of a weight that stays in a core's cache while rows pass over it
+WEIGHT_TILE_BYTES = 1 << 17  # of the part of a weight that stays in a core's cache while rows pass over it
 MOST_TILE_ROWS = 64
 
 
@@ -32,26 +32,28 @@ def _by_groups(x: Array, weight: Array, group_sizes: Array) -> Array:
     tile = _tile_rows(tokens, groups)
     columns = min(out, max(1, WEIGHT_TILE_BYTES // (4 * width)))
     starts = jnp.cumsum(group_sizes) - group_sizes
-    padded = jnp.pad(x, ((0, tile - 1), (0, 0)))  # a tile may reach past the last row
+    padded = jnp.pad(x.astype(jnp.float32), ((0, tile - 1), (0, 0)))  # a tile may reach past the last row
 
     def group(g: Array, y: Array) -> Array:
         def weight_tile(j: Array, y: Array) -> Array:
             column = jnp.minimum(j * columns, out - columns)
-            part = lax.dynamic_slice(weight, (g, column, 0), (1, columns, width))[0].astype(jnp.float32)
+            # Tied to the loop's index, lest XLA convert all weights to float32 ahead of the loop.
+            all_groups, at = lax.optimization_barrier((weight, column))
+            part = lax.dynamic_slice(all_groups, (g, at, 0), (1, columns, width))[0].astype(jnp.float32)
 
             def rows(i: Array, y: Array) -> Array:
                 row = starts[g] + i * tile
                 mine = i * tile + jnp.arange(tile) < group_sizes[g]
-                new = lax.dynamic_slice_in_dim(padded, row, tile).astype(jnp.float32) @ part.T
+                new = lax.dynamic_slice_in_dim(padded, row, tile) @ part.T
                 old = lax.dynamic_slice(y, (row, column), (tile, columns))
-                new = jnp.where(mine[:, None], new.astype(y.dtype), old)
-                return lax.dynamic_update_slice(y, new, (row, column))
+                return lax.dynamic_update_slice(y, jnp.where(mine[:, None], new, old), (row, column))
 
             return lax.fori_loop(0, -(-group_sizes[g] // tile), rows, y)
 
         return lax.fori_loop(0, -(-out // columns), weight_tile, y)
 
-    return _for_hit_groups(group, group_sizes, jnp.zeros((tokens + tile - 1, out), x.dtype))[:tokens]
+    y = _for_hit_groups(group, group_sizes, jnp.zeros((tokens + tile - 1, out), jnp.float32))
+    return y[:tokens].astype(x.dtype)
 
 
 def _tile_rows(tokens: int, groups: int) -> int:
@@ -91,10 +93,10 @@ def _backward(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array
             return total + left.T @ right
 
         total = lax.fori_loop(0, -(-group_sizes[g] // tile), rows, jnp.zeros(weight.shape[1:], jnp.float32))
-        return lax.dynamic_update_index_in_dim(dweight, total.astype(weight.dtype), g, 0)
+        return lax.dynamic_update_index_in_dim(dweight, total, g, 0)
 
-    dweight = _for_hit_groups(group, group_sizes, jnp.zeros_like(weight))
-    return _by_groups(dy, weight.swapaxes(1, 2), group_sizes), dweight, None
+    dweight = _for_hit_groups(group, group_sizes, jnp.zeros(weight.shape, jnp.float32))
+    return _by_groups(dy, weight.swapaxes(1, 2), group_sizes), dweight.astype(weight.dtype), None
 
 
 _by_groups.defvjp(_forward, _backward)

@@ -1,9 +1,9 @@
-"""paged_attention as it is defined: token by token, float32, over the whole context at once. NumPy, on the host."""
+"""paged_attention as it is defined: token by token, float32, over the whole context at once."""
 
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
+from jax import Array, lax
 
+from kernels_pallas.paged_attention.words import from_words, to_words
 from kernels_pallas.spans import Spans
 
 
@@ -19,36 +19,43 @@ def paged_attention(
     soft_cap: float | None = None,
     base: int | Array = 0,
 ) -> tuple[Array, Array | None]:
-    """See the package. Cannot be traced."""
+    """See the package."""
     group = q.shape[1] // k.shape[1]
-    queries, new_keys, new_values = (np.asarray(x, np.float32) for x in (q, k, v))
-    position, sequence = np.asarray(spans.positions()), np.asarray(spans.token_seq)
-    starts, table = np.asarray(spans.query_start), np.asarray(spans.page_table) + int(base)
-    tokens = int(spans.num_tokens)
+    position, valid, tokens = spans.positions(), spans.token_valid(), q.shape[0]
 
-    cache = None if pages is None else np.array(pages)
-    if cache is not None:
-        page_size = cache.shape[1]
-        for t in range(tokens):
-            page, offset = table[sequence[t], position[t] // page_size], position[t] % page_size
-            cache[page, offset, 0::2] = np.asarray(k[t], cache.dtype)
-            cache[page, offset, 1::2] = np.asarray(v[t], cache.dtype)
+    def row(t: Array, page: Array) -> Array:
+        return base + spans.page_table[spans.token_seq[t], page]
 
-    o = np.zeros(q.shape, np.float32)
-    for t in range(tokens):
-        at = np.arange(position[t] + 1)
-        if sliding_window is not None:
-            at = at[-sliding_window:]
-        if cache is None:
-            start = starts[sequence[t]]
-            keys, values = new_keys[start + at], new_values[start + at]
+    if pages is not None:
+        page_size = pages.shape[1]
+
+        def append(t: Array, pages: Array) -> Array:
+            new = jnp.stack([k[t], v[t]], axis=1).reshape(pages.shape[2:])  # [2 Hkv, Dh]: K, V of head 0, then of 1
+            place = row(t, position[t] // page_size), position[t] % page_size
+            return pages.at[place].set(to_words(new, pages.dtype))
+
+        pages = lax.fori_loop(0, spans.num_tokens, append, pages)
+
+    def attend(t: Array) -> Array:
+        if pages is None:
+            at = jnp.arange(tokens // spans.num_seqs)
+            start = spans.query_start[spans.token_seq[t]]
+            keys, values = k[start + at].astype(jnp.float32), v[start + at].astype(jnp.float32)
         else:
-            held = cache[table[sequence[t], at // page_size], at % page_size].astype(np.float32)
+            at = jnp.arange(spans.page_table.shape[1] * pages.shape[1])
+            held = from_words(pages[row(t, at // pages.shape[1]), at % pages.shape[1]])
             keys, values = held[:, 0::2], held[:, 1::2]  # [context, Hkv, Dh]
-        for h in range(q.shape[1]):
-            scores = keys[:, h // group] @ queries[t, h] * scale  # [context]
-            if soft_cap is not None:
-                scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max())
-            o[t, h] = weights / weights.sum() @ values[:, h // group]
-    return jnp.asarray(o, q.dtype), None if cache is None else jnp.asarray(cache)
+        seen = (at <= position[t]) & valid[t]
+        if sliding_window is not None:
+            seen &= at > position[t] - sliding_window
+        keys = jnp.repeat(jnp.where(seen[:, None, None], keys, 0.0), group, axis=1)  # [context, Hq, Dh]
+        values = jnp.repeat(jnp.where(seen[:, None, None], values, 0.0), group, axis=1)
+        scores = jnp.einsum("hd,chd->hc", q[t].astype(jnp.float32), keys, precision="highest") * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
+        weights = weights / weights.sum(axis=1, keepdims=True)
+        return jnp.where(valid[t], jnp.einsum("hc,chd->hd", weights, values, precision="highest"), 0.0)
+
+    return lax.map(attend, jnp.arange(tokens)).astype(q.dtype), pages

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.paged_attention.words import from_words, to_words
 from kernels_pallas.spans import Spans
 
 BLOCK_TOKENS = 128  # of the cache read at a time
@@ -47,12 +48,13 @@ def paged_attention(
     if pages is None:
         return _whole_sequences(q, k, v, spans.num_seqs, rule), None
     pages = _append(k, v, pages, spans, base)
-    if spans.kind == "decode":
-        return _attend_chunks(q, pages, spans, base, rule, jnp.zeros_like(q), tile=1, longer_than=0), pages
+    queries = q.astype(jnp.float32)
     # A mixed step has many chunks of one token (decoding) and a few full ones: each kind gets its own query tile.
-    o = _attend_chunks(q, pages, spans, base, rule, jnp.zeros_like(q), tile=1, longer_than=0)
-    tile = min(spans.chunk_size, q.shape[0])
-    return _attend_chunks(q, pages, spans, base, rule, o, tile=tile, longer_than=1), pages
+    o = _attend_chunks(queries, pages, spans, base, rule, jnp.zeros_like(queries), tile=1, longer_than=0)
+    if spans.kind == "ragged":
+        tile = min(spans.chunk_size, q.shape[0])
+        o = _attend_chunks(queries, pages, spans, base, rule, o, tile=tile, longer_than=1)
+    return o.astype(q.dtype), pages
 
 
 def _whole_sequences(q: Array, k: Array, v: Array, num_seqs: int, rule: Rule) -> Array:
@@ -72,7 +74,7 @@ def _append(k: Array, v: Array, pages: Array, spans: Spans, base: int | Array) -
     """Pages with this step's keys and values; padding is written nowhere."""
     page_size = pages.shape[1]
     tokens, kv_heads, dim = k.shape
-    new = jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, dim).astype(pages.dtype)
+    new = to_words(jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, dim), pages.dtype)
     position = spans.positions()
     row = base + spans.page_table[spans.token_seq, position // page_size]
     row = jnp.where(spans.token_valid(), row, pages.shape[0])  # out of range: dropped
@@ -102,7 +104,7 @@ def _attend_chunks(
         got = _attend_tile(rows, pages, table[seq] + base, first, spans.chunk_len[chunk], rule)
         old = lax.dynamic_slice_in_dim(o, start, tile)
         mine = jnp.arange(tile) < spans.chunk_len[chunk]
-        new = jnp.where(mine[:, None, None], got.astype(o.dtype), old)
+        new = jnp.where(mine[:, None, None], got, old)
         return following[chunk + 1], lax.dynamic_update_slice_in_dim(o, new, start, 0)
 
     _, o = lax.while_loop(lambda carry: carry[0] < chunks, attend, (following[0], o))
@@ -116,7 +118,7 @@ def _whole_blocks(table: Array, page_size: int) -> Array:
 
 
 def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array, rule: Rule) -> Array:
-    """Attention of one chunk: q [tile, Hq, Dh] at positions `first...`, of which `count` are real.
+    """Attention of one chunk: q [tile, Hq, Dh] float32 at positions `first...`, of which `count` are real.
 
     `rows` [W'] are the rows of the sequence's pages. Online softmax over blocks of pages, from the first that
     any of the tokens sees to the last.
@@ -127,27 +129,30 @@ def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array
     block = per_block * page_size
     group = heads // kv_heads
     # [Hkv, tile * group, Dh]: query heads that share a key head are rows of one product
-    queries = q.astype(jnp.float32).reshape(tile, kv_heads, group, dim).swapaxes(0, 1)
+    queries = q.reshape(tile, kv_heads, group, dim).swapaxes(0, 1)
     queries = queries.reshape(kv_heads, tile * group, dim)
     position = jnp.repeat(first + jnp.arange(tile, dtype=jnp.int32), group)[:, None]
     last = first + count - 1
 
     def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, sums = state
-        held = pages.at[lax.dynamic_slice_in_dim(rows, i * per_block, per_block)].get(mode="promise_in_bounds")
-        held = held.reshape(block, kv_heads, 2, dim)
+        # Tied to the loop's index, lest XLA convert the whole cache to float32 ahead of the loop.
+        cache, i = lax.optimization_barrier((pages, i))
+        held = cache.at[lax.dynamic_slice_in_dim(rows, i * per_block, per_block)].get(mode="promise_in_bounds")
+        # [2, Hkv, block, Dh]: copied once head by head, which on CPU is quicker than products over strided heads
+        keys, values = from_words(held).reshape(block, kv_heads, 2, dim).transpose(2, 1, 0, 3)
         at = i * block + jnp.arange(block, dtype=jnp.int32)
         # Rows that no token of the chunk sees may be NaN, and 0 * NaN is NaN.
         read = at <= last
         if rule.sliding_window is not None:
             read &= at > first - rule.sliding_window
-        values = jnp.where(read[:, None, None], held[:, :, 1].astype(jnp.float32), 0.0)
-        scores = rule.scores(jnp.einsum("hqd,khd->hqk", queries, held[:, :, 0].astype(jnp.float32)))
+        values = jnp.where(read[:, None], values, 0.0)
+        scores = rule.scores(jnp.einsum("hqd,hkd->hqk", queries, keys))
         scores = jnp.where(rule.sees(position, at) & read, scores, MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weights, fade = jnp.exp(scores - new_peak), jnp.exp(peak - new_peak)
         total = total * fade + weights.sum(axis=-1, keepdims=True)
-        return new_peak, total, sums * fade + jnp.einsum("hqk,khd->hqd", weights, values)
+        return new_peak, total, sums * fade + jnp.einsum("hqk,hkd->hqd", weights, values)
 
     begin = jnp.int32(0)
     if rule.sliding_window is not None:
