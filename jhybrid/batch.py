@@ -256,7 +256,7 @@ class Packer:
         ints = np.zeros(layout.num_ints, np.int32)
         field = {name: ints[at : at + math.prod(shape)].reshape(shape) for name, (at, shape) in layout.ints.items()}
         rows = np.full(bucket.seqs, self._geometry.scratch_row, np.int32)
-        rows[: len(items)] = [item.sequence.holding.row for item in items]  # pyright: ignore[reportOptionalMemberAccess]
+        rows[: len(items)] = [item.holding.row for item in items]
         self._pack_tokens(field, items, lengths)
         self._pack_rows(field, items, rows)
         if bucket.kind == "ragged":
@@ -313,13 +313,13 @@ class Packer:
         if any(minimum):
             field["banned"][:count][minimum] = self._banned[rows[:count]][minimum]
         if geometry.has_slots:
-            slots = [item.sequence.holding.slot for item in items]  # pyright: ignore[reportOptionalMemberAccess]
+            slots = [item.holding.slot for item in items]
             for name in ("read_slot", "write_slot"):
                 field[name][:] = geometry.scratch_slot
                 field[name][:count] = slots
         if geometry.table_width:
             for item, row in zip(items, rows, strict=False):
-                pages = item.sequence.holding.pages  # pyright: ignore[reportOptionalMemberAccess]
+                pages = item.holding.pages
                 filled = self._pages[row]
                 if len(pages) > filled:
                     self._tables[row, filled : len(pages)] = pages[filled:]

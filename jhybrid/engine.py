@@ -293,6 +293,7 @@ class Engine:
                         yield delta
         finally:
             self.abort(name)
+            self._settle()
 
     def generate(self, requests: Iterable[Request]) -> list[Output]:
         """Answer requests, in their order. A request that is refused raises before anything runs."""
@@ -315,7 +316,14 @@ class Engine:
             for delta in self.step():
                 if delta.request_id in outputs:
                     outputs[delta.request_id].add(delta)
+        self._settle()
         return [outputs[name] for name in order]
+
+    def _settle(self) -> None:
+        """Take in a last step that was started for sequences which have ended since."""
+        if self._flight is not None and not self.scheduler.has_work:
+            flight, self._flight = self._flight, None
+            self._told += self._land(flight)
 
     def score(self, sequences: list[list[int]]) -> list[list[float | None]]:
         """Log-probability of each token given those before it; the first of each sequence has none (None)."""

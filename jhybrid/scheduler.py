@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 
 from jhybrid.cache.ledger import Ledger
 from jhybrid.errors import SlotPoolEmptyError
-from jhybrid.sequence import Phase, Sequence
+from jhybrid.sequence import Holding, Phase, Sequence
 
 
 @dataclass(eq=False)
 class Item:
-    """One sequence's share of a step: `num_tokens` tokens from position `first_pos`."""
+    """One sequence's share of a step: `num_tokens` tokens from position `first_pos`, computed in `holding`.
+
+    A sequence preempted and admitted again meanwhile has another holding by the time the step lands.
+    """
 
     sequence: Sequence
+    holding: Holding
     first_pos: int
     num_tokens: int
     samples: bool  # the last token's logits yield a token
@@ -163,7 +167,8 @@ class Scheduler:
         sequence.dispatched += tokens
         sequence.last_step = self._steps
         samples = sequence.dispatched == sequence.total and sequence.total < sequence.max_total
-        item = Item(sequence, first_pos, tokens, samples, sequence.total - sequence.prompt_len)
+        assert sequence.holding is not None
+        item = Item(sequence, sequence.holding, first_pos, tokens, samples, sequence.total - sequence.prompt_len)
         sequence.pending += samples
         return item
 
@@ -174,7 +179,7 @@ class Scheduler:
             item.sequence.pending -= item.samples
             if item.sequence.phase is Phase.FINISHED:
                 continue
-            if item.sequence.phase is Phase.RUNNING:
+            if item.sequence.holding is item.holding:
                 self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
             living.append(item)
         return living

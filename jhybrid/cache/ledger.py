@@ -73,7 +73,9 @@ class Ledger:
 
     def commit(self, sequence: Sequence, tokens: int) -> None:
         """Positions [0, tokens) of a sequence are now known to be computed."""
-        assert sequence.holding is None or tokens <= len(sequence.holding.pages) * self.page_size or not self.pages.size
+        holding = sequence.holding
+        assert holding is not None, f"{sequence.request_id} committed {tokens} tokens and holds nothing"
+        assert len(holding.pages) >= self.pages_for(tokens), (sequence.request_id, tokens, holding)
 
     def release(self, sequence: Sequence) -> None:
         """Give back everything a sequence holds; harmless when it holds nothing."""
