@@ -60,7 +60,7 @@ def load_orbax(directory: str | Path, abstract_params: Mapping[str, Any]) -> dic
         except (OSError, ValueError) as error:
             # Tensorstore reports a truncated or missing file as a ValueError.
             raise WeightsError(f"{path}: the Orbax tree cannot be read ({error}); restore its files") from error
-    return jax.tree.map(lambda leaf, array: jax.numpy.asarray(array, leaf.dtype), abstract_params, arrays)
+    return jax.tree.map(lambda leaf, array: jax.numpy.asarray(array.astype(leaf.dtype)), abstract_params, arrays)
 
 
 def _check(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
