@@ -86,6 +86,11 @@ class Bridge:
         """Wait until the engine is there. Raises whatever kept it from starting."""
         await asyncio.shield(asyncio.wrap_future(self._started))
 
+    @property
+    def started(self) -> bool:
+        """Whether the engine has been there."""
+        return self._engine is not None
+
     async def death(self) -> BaseException:
         """Wait until the engine's thread dies, which it should not, and return the cause."""
         return await asyncio.shield(asyncio.wrap_future(self._dead))

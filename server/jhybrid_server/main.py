@@ -41,8 +41,8 @@ def serve(
     name = served_model_name or config.model
     bridge = Bridge(make_engine or (lambda: _engine(config)))
     code = asyncio.run(_serve(bridge, name, host, grpc_port, drain_timeout, json_output))
-    if not bridge.close():
-        # The engine's thread is inside a compilation or a step that cannot be interrupted.
+    if not bridge.close(timeout=10.0 if bridge.started else 1.0):
+        # The engine's thread is loading, compiling or inside a step, none of which can be interrupted.
         log.warning("the engine thread did not end in time; leaving without it")
         sys.stdout.flush()
         os._exit(code)

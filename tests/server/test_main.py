@@ -26,7 +26,31 @@ from tests.server.fake_engine import FakeEngine
 sys.exit(serve(EngineConfig(), grpc_port=0, drain_timeout={drain}, make_engine=lambda: FakeEngine(step_seconds=0.005)))
 """
 
+LOADING = """
+import sys, time
+from jhybrid.config import EngineConfig
+from jhybrid_server.main import serve
+
+def load():
+    print("loading", flush=True)
+    time.sleep(60)
+
+sys.exit(serve(EngineConfig(), grpc_port=0, make_engine=load))
+"""
+
 Start = Callable[..., tuple[subprocess.Popen, str]]
+
+
+def run(program: str) -> tuple[subprocess.Popen, str]:
+    """A Python process and the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline()
 
 
 @pytest.fixture
@@ -35,15 +59,8 @@ def start() -> Iterator[Start]:
     processes = []
 
     def start(drain: float = 10.0) -> tuple[subprocess.Popen, str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(drain=drain)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        process, line = run(PROGRAM.format(drain=drain))
         processes.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
         match = re.fullmatch(r"jhybrid serves demo at grpc://(127\.0\.0\.1:\d+)\n", line)
         assert match, line
         return process, match[1]
@@ -107,3 +124,10 @@ def test_death_of_the_engine_thread_exits_nonzero(start: Start):
     with Client(target) as connection, pytest.raises(EngineDeadError, match="the device is gone"):
         connection.generate(Request(prompt="die"))
     assert process.wait(10) == 1
+
+
+def test_sigterm_while_loading_exits_at_once():
+    process, line = run(LOADING)
+    assert line == "loading\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
