@@ -69,7 +69,8 @@ class Mamba2(nn.Module):
         projected = Linear(width, spec.hidden_size, self.dtype, spec.proj_bias, name="in_proj")(x)
         gate, xBC, dt = jnp.split(projected, [spec.inner_size, spec.inner_size + spec.conv_size], axis=1)
         xBC, cache = self._convolve(xBC, cache, spans)
-        y, cache = self._scan(xBC, self._step_size(dt, spans), cache, spans)
+        dt_bias = self.param("dt_bias", _inverse_softplus_of_log_uniform(spec.dt_init), dt.shape[1:], jnp.float32)
+        y, cache = self._scan(xBC, step_size(dt, dt_bias, spec.dt_limit, spans), cache, spans)
         y = GatedRMSNorm(spec.inner_size, spec.norm_groups, spec.norm_eps, self.dtype, name="norm")(y, gate)
         out = Linear(
             spec.hidden_size, spec.inner_size, self.dtype, spec.proj_bias, init_std=self.out_std, name="out_proj"
@@ -86,16 +87,6 @@ class Mamba2(nn.Module):
         xBC, window = causal_conv(xBC, weight, bias, window, spans, activation="silu", base=base)
         return xBC, cache.put(self.layer_id, "conv", window)
 
-    def _step_size(self, dt: Array, spans: Spans) -> Array:
-        """dt [T, H] float32: softplus, clamped to the limit, and 0 for padding so that it leaves the state alone."""
-        dt_bias = self.param("dt_bias", _inverse_softplus_of_log_uniform(self.spec.dt_init), dt.shape[1:], jnp.float32)
-        dt = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias)
-        if self.spec.dt_limit != (0.0, float("inf")):
-            dt = jnp.clip(dt, *self.spec.dt_limit)
-        if spans.kind == "dense":
-            return dt
-        return jnp.where(spans.token_valid()[:, None], dt, 0.0)
-
     def _scan(self, xBC: Array, dt: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec = self.spec
         heads, groups = (spec.num_heads,), spec.num_groups * spec.state_size
@@ -108,6 +99,16 @@ class Mamba2(nn.Module):
         state, base = cache.open(self.layer_id, "ssm")
         y, state = ssd(x, dt, A, B, C, D, state, spans, base=base)
         return y.reshape(-1, spec.inner_size), cache.put(self.layer_id, "ssm", state)  # [T, H * P]
+
+
+def step_size(dt: Array, dt_bias: Array, limit: tuple[float, float], spans: Spans) -> Array:
+    """dt [T, H] -> float32: softplus of dt + bias, clamped, and 0 for padding so that it leaves the state alone."""
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias)
+    if limit != (0.0, float("inf")):
+        dt = jnp.clip(dt, *limit)
+    if spans.kind == "dense":
+        return dt
+    return jnp.where(spans.token_valid()[:, None], dt, 0.0)
 
 
 def mamba2_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: Mamba2Spec) -> list[TensorName]:

@@ -72,9 +72,11 @@ class HfConfig:
         return HfConfig(self._find(dict, "an object", key, (), {}), f"{self._where}{key}.")
 
     def one_of(self, key: str, *allowed: Any, default: Any = None) -> Any:
-        """The value of a key of which only some values are implemented."""
+        """The value of a key of which only some values are implemented; null or absent means `default`."""
         value = self.raw.get(key)
         value = default if value is None else value
+        if value is None and None not in allowed:
+            raise self._lacks(key)
         if value not in allowed:
             listed = ", ".join(repr(a) for a in allowed)
             raise ConfigError(self._where + key, f"{value!r} is not implemented for this family; supported: {listed}")
@@ -146,12 +148,15 @@ class HfConfig:
         magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         return Rope(_floats(frequencies), nested.number("attention_factor", default=magnitude))
 
+    def _lacks(self, key: str, *aliases: str) -> ConfigError:
+        others = f" (or {', '.join(aliases)})" if aliases else ""
+        return ConfigError(self._where + key, f"config.json lacks this key{others}; the model cannot be built")
+
     def _find(self, kind: Any, described: str, key: str, aliases: tuple[str, ...], default: Any) -> Any:
         found = {k: self.raw[k] for k in (key, *aliases) if self.has(k)}
         if not found:
             if default is None:
-                others = f" (or {', '.join(aliases)})" if aliases else ""
-                raise ConfigError(self._where + key, f"config.json lacks this key{others}; the model cannot be built")
+                raise self._lacks(key, *aliases)
             return default
         name, value = next(iter(found.items()))
         for other, second in found.items():

@@ -79,6 +79,7 @@ class NemotronHConfig:
         hf.one_of("mamba_hidden_act", "silu", default="silu")
         hf.one_of("attention_bias", False, default=False)
         hf.one_of("tie_word_embeddings", False, default=False)
+        hf.one_of("sliding_window", None)
         return cls(
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hidden,
@@ -339,14 +340,18 @@ def _moe_spec(hf: HfConfig, hidden: int, activation: str) -> MoeSpec:
         activation=activation,
         gated=False,
     )
-    if groups > 1 and num_experts // groups < 2:
+    if num_experts // groups < 2:
         raise ConfigError("n_group", f"{groups} groups of {num_experts} experts: a group needs two to be ranked")
+    top_groups = hf.integer("topk_group", most=groups)
+    if experts.top_k > top_groups * (num_experts // groups):
+        raise ConfigError("num_experts_per_tok", f"{experts.top_k} is more than topk_group={top_groups} groups hold")
+    hf.one_of("n_shared_experts", 1, default=1)
     return MoeSpec(
         experts=experts,
         shared_intermediate_size=hf.integer("moe_shared_expert_intermediate_size"),
         latent_size=latent,
         num_groups=groups,
-        top_groups=hf.integer("topk_group", most=groups),
+        top_groups=top_groups,
         normalise=hf.flag("norm_topk_prob"),
         scaling=hf.number("routed_scaling_factor"),
     )

@@ -1,0 +1,60 @@
+"""Rotary positions against complex rotation, and rescaled frequencies against transformers' numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jhybrid.errors import ConfigError
+from jhybrid.layers.rope import Rope, plain_frequencies
+from jhybrid.models.hf_config import HfConfig
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_rotation_of_complex_pairs(rotated: int):
+    x = np.random.default_rng(0).normal(size=(5, 3, 16)).astype(np.float32)
+    positions = np.array([0, 1, 7, 300, 100_000], np.int32)
+    frequencies = plain_frequencies(10000.0, rotated)
+    ours = np.asarray(Rope(tuple(frequencies.tolist()))(jnp.asarray(x), jnp.asarray(positions)))
+    half = rotated // 2
+    angles = (positions[:, None].astype(np.float32) * frequencies).astype(np.float64)
+    turned = (x[..., :half] + 1j * x[..., half:rotated]) * np.exp(1j * angles)[:, None]
+    np.testing.assert_allclose(ours[..., :half], turned.real, atol=1e-4)
+    np.testing.assert_allclose(ours[..., half:rotated], turned.imag, atol=1e-4)
+    np.testing.assert_array_equal(ours[..., rotated:], x[..., rotated:])
+
+
+PLAIN = [1.0, 0.31622776, 0.1, 0.031622775, 0.01, 0.0031622779, 0.001, 0.00031622779]
+LLAMA3 = [1.0, 0.31622776, 0.042751178, 0.0039528473, 0.00125, 0.00039528473, 0.000125, 3.9528473e-05]
+YARN = [1.0, 0.23717082, 0.05, 0.0079056947, 0.0025, 0.00079056947, 0.00025, 7.9056947e-05]
+# ROPE_INIT_FUNCTIONS of transformers 5.24 for head_dim 16 and theta 10000, max_position_embeddings 512.
+KINDS = {
+    "default": ({}, PLAIN, 1.0),
+    "linear": ({"factor": 4.0}, [f / 4 for f in PLAIN], 1.0),
+    "llama3": (
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
+        LLAMA3,
+        1.0,
+    ),
+    "yarn": ({"factor": 4.0, "original_max_position_embeddings": 128}, YARN, 1.1386294),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frequencies_as_transformers_computes_them(kind: str):
+    settings, frequencies, magnitude = KINDS[kind]
+    nested = {"rope_theta": 10000.0, "rope_type": kind, **settings}
+    rope = HfConfig({"rope_parameters": nested, "max_position_embeddings": 512}).rope(16)
+    np.testing.assert_allclose(rope.frequencies, frequencies, rtol=2e-6)
+    assert rope.magnitude == pytest.approx(magnitude, rel=1e-6)
+    old = {"rope_theta": 10000.0, "rope_scaling": {"type": kind, **settings}, "max_position_embeddings": 512}
+    assert HfConfig(old).rope(16) == rope
+
+
+def test_what_is_not_understood_is_refused():
+    nested = {"rope_theta": 1e4, "rope_type": "longrope"}
+    with pytest.raises(ConfigError, match=r"rope_parameters\.rope_type: 'longrope' is not implemented"):
+        HfConfig({"rope_parameters": nested}).rope(16)
+    with pytest.raises(ConfigError, match=r"rope_scaling\.factor: config\.json lacks this key"):
+        HfConfig({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear"}}).rope(16)
+    with pytest.raises(ConfigError, match=r"rope_theta: .*lacks this key"):
+        HfConfig({}).rope(16)

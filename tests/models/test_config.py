@@ -1,0 +1,164 @@
+"""Strict reading of config.json: old and new spellings give the same model, and what is not understood is refused."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from jhybrid.errors import ConfigError
+from jhybrid.models import FAMILIES, family_of, read_config
+from jhybrid.models.nemotron_h import NemotronHConfig
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+NEEDED = {
+    "nemotron_h": "vocab_size hidden_size layer_norm_epsilon mlp_hidden_act max_position_embeddings intermediate_size "
+    "num_attention_heads num_key_value_heads head_dim mamba_num_heads mamba_head_dim ssm_state_size n_groups "
+    "conv_kernel use_conv_bias n_routed_experts num_experts_per_tok moe_intermediate_size n_group topk_group "
+    "moe_shared_expert_intermediate_size norm_topk_prob routed_scaling_factor",
+    "granitemoehybrid": "vocab_size hidden_size rms_norm_eps layer_types num_hidden_layers hidden_act "
+    "shared_intermediate_size num_local_experts num_experts_per_tok intermediate_size embedding_multiplier "
+    "residual_multiplier attention_multiplier logits_scaling max_position_embeddings num_attention_heads mamba_n_heads "
+    "mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_conv_bias mamba_proj_bias",
+    "bamba": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size rope_parameters "
+    "max_position_embeddings num_attention_heads mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv",
+    "mamba2": "vocab_size hidden_size layer_norm_epsilon num_hidden_layers num_heads head_dim state_size n_groups "
+    "expand conv_kernel use_conv_bias use_bias hidden_act residual_in_fp32",
+    "llama": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
+    "max_position_embeddings",
+    "qwen3": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
+    "max_position_embeddings rope_parameters",
+}
+EXAMPLE = {
+    "nemotron_h": "nemotron_h_moe",
+    "granitemoehybrid": "granite_moe",
+    "bamba": "bamba",
+    "mamba2": "mamba2",
+    "llama": "llama",
+    "qwen3": "qwen3",
+}
+
+
+def raw_of(name: str) -> dict:
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def read(raw: dict):
+    return family_of(raw).config.from_hf(raw)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"), [(model_type, key) for model_type, keys in NEEDED.items() for key in keys.split()]
+)
+def test_missing_key_is_named(model_type: str, key: str):
+    raw = raw_of(EXAMPLE[model_type])
+    assert raw.pop(key) is not None
+    named = "rope_theta" if key == "rope_parameters" else key
+    with pytest.raises(ConfigError, match=rf"^{named}: .*lacks this key"):
+        read(raw)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_every_layer(name: str):
+    config = read_config(GOLDEN / name)
+    parts = config.layer_parts(page_size=8, kv_dtype="bfloat16", state_dtype="float32", conv_dtype="bfloat16")
+    kinds = getattr(config, "layer_kinds", ("mamba" if name == "mamba2" else "attention",) * config.num_layers)
+    names = {"mamba": ["conv", "ssm"], "attention": ["kv"], "mlp": [], "moe": []}
+    assert [[p.name for p in layer] for layer in parts] == [names[kind] for kind in kinds]
+    shapes = {p.name: (p.unit, p.shape, p.dtype) for layer in parts for p in layer}
+    if "ssm" in shapes:
+        assert shapes["ssm"] == ("slot", (16, 96), "float32")
+        assert shapes["conv"] == ("slot", (4, 96 + 2 * 2 * 16), "bfloat16")
+    if name == "qwen3":
+        assert shapes["kv"] == ("page", (8, 4, 16), "bfloat16")
+
+
+def test_nemotron_spellings_of_the_pattern_agree():
+    raw = raw_of("nemotron_h_moe")
+    config = read(raw)
+    assert config.layer_kinds == ("mamba", "moe", "attention", "mamba", "mlp", "mamba", "moe", "mamba")
+    new = raw.pop("layers_block_type")
+    old = [{"linear_attention": "mamba", "full_attention": "attention"}.get(kind, kind) for kind in new]
+    for spelled in (
+        {"hybrid_override_pattern": "ME*M-MEM"},
+        {"layers_block_type": old},
+        {"layer_types": new},
+        {"layer_types": old},
+    ):
+        assert read(raw | spelled) == config
+
+
+def test_older_spellings_of_other_keys_agree():
+    raw = raw_of("nemotron_h_moe")
+    older = {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias"}
+    older |= {"time_step_limit": "mamba_dt_limit", "head_dim": "attention_head_dim"}
+    assert read({older.get(key, key): value for key, value in raw.items()}) == read(raw)
+    granite = raw_of("granite_rope")
+    old = granite | {"rope_theta": granite["rope_parameters"]["rope_theta"], "mamba_d_head": "auto"}
+    old["layer_types"] = [{"linear_attention": "mamba"}.get(k, "attention") for k in granite["layer_types"]]
+    del old["rope_parameters"]
+    assert read(old) == read(granite)
+
+
+@pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])
+def test_spellings_of_infinity(text: str):
+    raw = json.loads(json.dumps(raw_of("mamba2")).replace('{"__float__": "Infinity"}', text))
+    assert read(raw).mamba.dt_limit == (0.0, 0.25 if text == "0.25" else float("inf"))
+
+
+@pytest.mark.parametrize("name", ["nemotron_h_moe", "nemotron_h_latent", "nemotron_h_dense"])
+def test_nemotron_config_survives_export(name: str):
+    config = read_config(GOLDEN / name)
+    assert isinstance(config, NemotronHConfig)
+    assert read(json.loads(json.dumps(config.to_hf()))) == config
+
+
+REFUSED = [
+    ("nemotron_h_moe", {"layers_block_type": None, "hybrid_override_pattern": "M-MX"}, "letter 'X' at position 3"),
+    ("nemotron_h_moe", {"layers_block_type": ["mamba", "conv"]}, r"layers_block_type\[1\]: layer kind 'conv'"),
+    ("nemotron_h_moe", {"num_hidden_layers": 9}, "num_hidden_layers: 9, but .* 8 layers"),
+    ("nemotron_h_moe", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act: 'tanh'.*relu2"),
+    ("nemotron_h_moe", {"mamba_num_heads": 5}, "mamba_num_heads: 5 is not a multiple of n_groups=2"),
+    ("nemotron_h_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok: must be between 1 and 8"),
+    ("nemotron_h_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok: 5.*topk_group"),
+    ("nemotron_h_moe", {"n_shared_experts": 2}, "n_shared_experts: 2 is not implemented"),
+    ("nemotron_h_moe", {"attention_bias": True}, "attention_bias: True is not implemented"),
+    ("nemotron_h_moe", {"tie_word_embeddings": True}, "tie_word_embeddings: True is not implemented"),
+    ("nemotron_h_moe", {"sliding_window": 64}, "sliding_window: 64 is not implemented"),
+    ("granite_moe", {"layer_types": ["mamba"]}, "layer_types: names 1 layers, but num_hidden_layers is 5"),
+    ("granite_moe", {"layer_types": ["mamba", "attention", "moe", 3, "mamba"]}, r"layer_types\[2\]: layer kind 'moe'"),
+    ("granite_moe", {"position_embedding_type": "alibi"}, "position_embedding_type: 'alibi'"),
+    ("granite_moe", {"mamba_d_head": 8}, "mamba_n_heads: 6 heads of mamba_d_head=8 are not mamba_expand"),
+    ("bamba", {"attn_layer_indices": [6]}, "attn_layer_indices: 6 is no layer"),
+    ("bamba", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic"}}, "rope_parameters.rope_type: 'dynamic'"),
+    ("mamba2", {"time_step_limit": [0.1, 0.01]}, r"time_step_limit: must be \[low, high\]"),
+    ("llama", {"hidden_size": "48"}, "hidden_size: must be an integer, got '48'"),
+    ("llama", {"num_key_value_heads": 4}, "num_attention_heads: 6 is not a multiple of num_key_value_heads=4"),
+    ("llama", {"attention_bias": 1}, "attention_bias: must be true or false"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 5}, r"layer_types\[0\]: layer kind 'sliding_attention'"),
+    ("llama", {"model_type": "rwkv"}, "model_type: 'rwkv' is not implemented; supported: nemotron_h, "),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures: 'LlamaForSequence"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED, ids=[f"{n}-{next(iter(c))}" for n, c, _ in REFUSED])
+def test_refused(name: str, change: dict, message: str):
+    raw = copy.deepcopy(raw_of(name)) | change
+    with pytest.raises(ConfigError, match=message):
+        read(raw)
+
+
+def test_broken_files(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+    for text, message in [("{", "not valid JSON"), ("[]", "holds list"), ("{}", "model_type: .*lacks this key")]:
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config(tmp_path)
+
+
+def test_families_by_both_names():
+    assert FAMILIES["NemotronHForCausalLM"] is FAMILIES["nemotron_h"]
+    assert set(EXAMPLE) <= set(FAMILIES)
