@@ -3,7 +3,7 @@
 The next token is a hash of the whole history, and the history exists only in the simulated cache: pages hold the
 token of each position, a slot holds a running hash over exactly positions [0, n), a row holds the last sampled
 token. So any mix-up of pages, slots, rows or positions gives a wrong token. What can be recognised as a mix-up is
-also noted in `violations`, because an exception from a runner is, to the engine, just a failed step.
+noted in `violations`: an exception would be, to the engine, just a failed step, and a real device raises none.
 """
 
 import math
@@ -110,6 +110,15 @@ class ToyHandle:
         return self._outcome
 
 
+@dataclass(frozen=True)
+class Violation:
+    """A mix-up seen in a call of `run`, at its index-th sequence; None if it is about the whole batch."""
+
+    call: int
+    index: int | None
+    what: str
+
+
 @dataclass
 class Row:
     """What the sampler keeps of a running sequence."""
@@ -127,8 +136,9 @@ class ToyRunner:
     max_model_len: int = 64
     faults: dict[int, Fault] = field(default_factory=dict)  # by number of the call of `run`
     before_run: Callable[[Batch], None] = lambda _batch: None
-    violations: list[str] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
     calls: int = 0
+    failed_calls: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -175,30 +185,31 @@ class ToyRunner:
 
     def run(self, batch: Batch) -> ToyHandle:
         """Do a step at once; what went wrong comes out of the handle, as with a real device."""
-        fault = self.faults.get(self.calls, Fault("none"))
+        call = self.calls
         self.calls += 1
         self.before_run(batch)
+        fault = self.faults.get(call, Fault("none"))
+        self.failed_calls.add(call)
         if fault.kind == "launch":
             raise DeviceFault("injected: launch")
         if self.lost:
             return ToyHandle(batch, DeviceFault("the caches are lost"))
-        if fault.kind == "lost":
-            self.lost = True
         if fault.kind in ("before", "lost"):
+            self.lost = fault.kind == "lost"
             return ToyHandle(batch, DeviceFault(f"injected: {fault.kind}"))
-        try:
-            result = ToyStep(self, batch, fault.row if fault.kind == "nan" else None).run()
-        except AssertionError as violation:
-            self.violations.append(str(violation))
-            return ToyHandle(batch, violation)
-        return ToyHandle(batch, DeviceFault("injected: after") if fault.kind == "after" else result)
+        result = ToyStep(self, batch, call, fault.row if fault.kind == "nan" else None).run()
+        if fault.kind == "after":
+            return ToyHandle(batch, DeviceFault("injected: after"))
+        self.failed_calls.discard(call)
+        return ToyHandle(batch, result)
 
 
 class ToyStep:
     """One batch on the toy's caches. Reads nothing but the packed vectors, as a device would."""
 
-    def __init__(self, runner: ToyRunner, batch: Batch, nan_row: int | None):
-        self.runner, self.geometry, self.bucket, self.nan_row = runner, runner.geometry(), batch.bucket, nan_row
+    def __init__(self, runner: ToyRunner, batch: Batch, call: int, nan_row: int | None):
+        self.runner, self.geometry, self.bucket = runner, runner.geometry(), batch.bucket
+        self.call, self.nan_row = call, nan_row
         layout = Layout(batch.bucket, self.geometry)
         assert batch.ints.dtype == np.int32 and batch.floats.dtype == np.float32
         assert (batch.ints.size, batch.floats.size) == (layout.num_ints, layout.num_floats)
@@ -212,7 +223,10 @@ class ToyStep:
         self.lengths = np.diff(self.f["query_start"])
 
     def run(self) -> StepResult:
-        self.check_structure()
+        try:
+            self.check_structure()
+        except AssertionError as what:
+            self.runner.violations.append(Violation(self.call, None, str(what)))
         seqs, tokens = self.bucket.seqs, self.bucket.tokens
         result = StepResult(
             tokens=np.zeros(seqs, np.int32),
@@ -224,7 +238,10 @@ class ToyStep:
             prompt_top_logprobs=np.full((tokens, 20), LOGPROB_FLOOR, np.float32),
         )
         for i in range(self.count):
-            self.sequence(i, result)
+            try:
+                self.sequence(i, result)
+            except AssertionError as what:
+                self.runner.violations.append(Violation(self.call, i, str(what)))
         return result
 
     def check_structure(self) -> None:
