@@ -1,4 +1,7 @@
-"""Choice of an op's implementation by name. Every op's `__init__.py` calls it."""
+"""Choice of an op's implementation by name. Every op's `__init__.py` calls it.
+
+Ops are jitted functions, so that all layers of a model share one trace; `base` is an argument like any other.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,10 @@
 y_t = activation(bias + sum_k weight[:, k] x_{t-K+1+k})
 """
 
+from functools import partial
 from typing import Literal
 
+import jax
 from jax import Array
 
 from kernels_pallas.causal_conv import reference, xla
@@ -14,6 +16,7 @@ from kernels_pallas.spans import Spans
 IMPLEMENTATIONS = {"reference": reference.causal_conv, "xla": xla.causal_conv}
 
 
+@partial(jax.jit, static_argnames=("activation", "implementation"))
 def causal_conv(
     x: Array,
     weight: Array,

@@ -1,7 +1,9 @@
 """grouped_matmul: rows sorted by group, each multiplied by its group's own weight (experts of an MoE layer)."""
 
+from functools import partial
 from typing import Any
 
+import jax
 from jax import Array
 
 from kernels_pallas.grouped_matmul import reference, xla
@@ -10,6 +12,7 @@ from kernels_pallas.implementations import choose
 IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
 
 
+@partial(jax.jit, static_argnames=("implementation",))
 def grouped_matmul(x: Array, weight: Array, group_sizes: Array, *, implementation: str = "xla") -> Array:
     """`y[t] = weight[g(t)] @ x[t]`, accumulated in float32.
 

@@ -1,7 +1,9 @@
 """paged_attention: append this step's keys and values to their pages, then attend causally over them."""
 
+from functools import partial
 from typing import Any
 
+import jax
 from jax import Array
 
 from kernels_pallas.implementations import choose
@@ -11,6 +13,9 @@ from kernels_pallas.spans import Spans
 IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
 
 
+@partial(
+    jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "implementation")
+)
 def paged_attention(
     q: Array,
     k: Array,
@@ -30,6 +35,7 @@ def paged_attention(
       q: [T, Hq, Dh]; query head h reads key/value head h // (Hq // Hkv). Positions are applied already.
       k, v: [T, Hkv, Dh], this step's tokens.
       pages: [R, page, 2*Hkv, Dh], key of head h at row 2h of a token, value at 2h+1; None if `spans` is dense.
+        dtype uint16 means the bits of bfloat16: what a bfloat16 cache must be on CPU (see `words.py`).
       scale: factor of the scores.
       sliding_window: attend to the last so many positions only, the token's own included.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.

@@ -3,6 +3,9 @@
 h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t        y_t = C_t h_t + D x_t        (per head; h is [N, P])
 """
 
+from functools import partial
+
+import jax
 from jax import Array
 
 from kernels_pallas.implementations import choose
@@ -12,6 +15,7 @@ from kernels_pallas.ssd import reference, xla
 IMPLEMENTATIONS = {"reference": reference.ssd, "xla": xla.ssd}
 
 
+@partial(jax.jit, static_argnames=("implementation",))
 def ssd(
     x: Array,
     dt: Array,
