@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jhybrid.layers.parameter import parameter
+
 INIT_STD = 0.02  # standard deviation of fresh weights; projections back into the residual use less (`out_std`)
 
 
@@ -32,8 +34,8 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """x [..., in] -> [..., out]."""
         shape = (self.out_features, self.in_features)
-        weight = self.param("weight", nn.initializers.normal(self.init_std), shape, self.dtype)
+        weight = parameter(self, "weight", nn.initializers.normal(self.init_std), shape, self.dtype)
         y = linear(x, weight)
         if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.out_features,), self.dtype)
+            y = y + parameter(self, "bias", nn.initializers.zeros, (self.out_features,), self.dtype)
         return y

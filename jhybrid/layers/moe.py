@@ -9,6 +9,7 @@ from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, linear
 from jhybrid.layers.mlp import activate
+from jhybrid.layers.parameter import parameter
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.spans import Spans
 
@@ -58,7 +59,7 @@ class SigmoidRouter(nn.Module):
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """x [T, M] -> experts [T, k] int32, weights [T, k] float32."""
         scores = jax.nn.sigmoid(_router_logits(self, x, self.num_experts, self.hidden_size))
-        bias = self.param("correction_bias", nn.initializers.zeros, (self.num_experts,), jnp.float32)
+        bias = parameter(self, "correction_bias", nn.initializers.zeros, (self.num_experts,), jnp.float32)
         choice = jax.lax.stop_gradient(scores) + bias
         if self.top_groups < self.num_groups:
             choice = self._within_best_groups(choice)
@@ -93,8 +94,8 @@ class Experts(nn.Module):
         name, width = ("gate_up_proj", 2) if spec.gated else ("up_proj", 1)
         up_shape = (spec.num_experts, width * spec.intermediate_size, spec.input_size)
         down_shape = (spec.num_experts, spec.input_size, spec.intermediate_size)
-        up = self.param(name, nn.initializers.normal(INIT_STD), up_shape, self.dtype)
-        down = self.param("down_proj", nn.initializers.normal(self.out_std), down_shape, self.dtype)
+        up = parameter(self, name, nn.initializers.normal(INIT_STD), up_shape, self.dtype)
+        down = parameter(self, "down_proj", nn.initializers.normal(self.out_std), down_shape, self.dtype)
         if spans.kind != "dense":
             # an expert id past the last one sorts behind every group, and belongs to none
             experts = jnp.where(spans.token_valid()[:, None], experts, spec.num_experts)

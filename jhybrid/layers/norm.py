@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jhybrid.layers.parameter import parameter
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * w over the last axis (Zhang and Sennrich 2019). Parameter: `weight` [size] float32."""
@@ -16,7 +18,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., size] -> [..., size]."""
-        weight = self.param("weight", nn.initializers.ones, (self.size,), jnp.float32)
+        weight = parameter(self, "weight", nn.initializers.ones, (self.size,), jnp.float32)
         return (_normalised(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
 
 
@@ -35,7 +37,7 @@ class GatedRMSNorm(nn.Module):
     @nn.compact
     def __call__(self, y: Array, gate: Array) -> Array:
         """y, gate [..., size] -> [..., size]."""
-        weight = self.param("weight", nn.initializers.ones, (self.size,), jnp.float32)
+        weight = parameter(self, "weight", nn.initializers.ones, (self.size,), jnp.float32)
         y = y.astype(jnp.float32)
         opened = jax.nn.silu(gate.astype(jnp.float32))
         if not self.norm_before_gate:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, linear
+from jhybrid.layers.parameter import parameter
 from jhybrid.weights.names import TensorName
 
 
@@ -18,8 +19,8 @@ class Vocabulary(nn.Module):
 
     def setup(self) -> None:
         shape, normal = (self.vocab_size, self.hidden_size), nn.initializers.normal(INIT_STD)
-        self.embedding = self.param("embedding", normal, shape, self.dtype)
-        self.lm_head = self.embedding if self.tied else self.param("lm_head", normal, shape, self.dtype)
+        self.embedding = parameter(self, "embedding", normal, shape, self.dtype)
+        self.lm_head = self.embedding if self.tied else parameter(self, "lm_head", normal, shape, self.dtype)
 
     def embed(self, token_ids: Array) -> Array:
         """token_ids [T] -> [T, M]."""
