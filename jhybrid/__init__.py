@@ -6,8 +6,9 @@ with Engine(EngineConfig(model="demo")) as engine:
 ```
 """
 
+from typing import TYPE_CHECKING, Any
+
 from jhybrid.config import EngineConfig
-from jhybrid.engine import Engine
 from jhybrid.errors import (
     ConfigError,
     EngineDeadError,
@@ -19,6 +20,9 @@ from jhybrid.errors import (
     WeightsError,
 )
 from jhybrid.request import Completion, Delta, Output, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from jhybrid.engine import Engine
 
 __version__ = "0.1.0"
 
@@ -39,3 +43,12 @@ __all__ = [
     "StepError",
     "WeightsError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Engine is imported when it is first asked for: a client of a server needs no JAX."""
+    if name != "Engine":
+        raise AttributeError(f"module 'jhybrid' has no attribute {name!r}")
+    from jhybrid.engine import Engine
+
+    return Engine
