@@ -13,9 +13,7 @@ from kernels_pallas.spans import Spans
 IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
 
 
-@partial(
-    jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "implementation")
-)
+@partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "implementation"))
 def paged_attention(
     q: Array,
     k: Array,

@@ -10,6 +10,7 @@ from kernels_pallas.paged_attention.words import from_words, to_words
 from kernels_pallas.spans import Spans
 
 BLOCK_TOKENS = 128  # of the cache read at a time
+FEW_TOKENS = 8  # of a chunk that gets a small query tile
 MASKED = -1e30  # finite: a block that is wholly masked for a row must not make NaN of its running maximum
 
 
@@ -49,11 +50,15 @@ def paged_attention(
         return _whole_sequences(q, k, v, spans.num_seqs, rule), None
     pages = _append(k, v, pages, spans, base)
     queries = q.astype(jnp.float32)
-    # A mixed step has many chunks of one token (decoding) and a few full ones: each kind gets its own query tile.
-    o = _attend_chunks(queries, pages, spans, base, rule, jnp.zeros_like(queries), tile=1, longer_than=0)
-    if spans.kind == "ragged":
-        tile = min(spans.chunk_size, q.shape[0])
-        o = _attend_chunks(queries, pages, spans, base, rule, o, tile=tile, longer_than=1)
+    o = jnp.zeros_like(queries)
+    if spans.kind == "decode":
+        tiles = [1]
+    else:
+        # Mixed and verifying steps have many chunks of one or a few tokens: full tiles would be 3 times as slow there.
+        most = min(spans.chunk_size, q.shape[0])
+        tiles = sorted({min(FEW_TOKENS, most), most})
+    for longer_than, tile in zip([0, *tiles], tiles, strict=False):
+        o = _attend_chunks(queries, pages, spans, base, rule, o, tile=tile, longer_than=longer_than)
     return o.astype(q.dtype), pages
 
 
