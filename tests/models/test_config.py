@@ -99,6 +99,10 @@ def test_older_spellings_of_other_keys_agree():
     old["layer_types"] = [{"linear_attention": "mamba"}.get(k, "attention") for k in granite["layer_types"]]
     del old["rope_parameters"]
     assert read(old) == read(granite)
+    bamba = raw_of("bamba")
+    old = bamba | {"rope_theta": bamba["rope_parameters"]["rope_theta"], "rope_scaling": None}
+    del old["rope_parameters"]  # and with it the only word on the rotated share of a head
+    assert read(old) == read(bamba)
 
 
 @pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])

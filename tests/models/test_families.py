@@ -57,6 +57,7 @@ def test_changed_first_token_reaches_the_last(golden: Golden):
     assert np.abs(logits[-1] - golden.numbers["full_logits"][-1]).max() > 50 * ATOL
 
 
+@pytest.mark.parametrize("loaded", ["nemotron_h_moe", "granite_rope", "qwen3"], indirect=True)
 def test_dense_without_cache(golden: Golden):
     changed = [golden.prompt[0] ^ 1, *golden.prompt[1:]]
     logits = golden.stepper.dense([golden.prompt, changed])
