@@ -156,7 +156,7 @@ def _adjust(logits: Array, state: SamplerState, batch: SamplingBatch) -> Array:
 
 def _draw(logits: Array, top: Array, batch: SamplingBatch, random: Array) -> Array:
     """[S] tokens drawn from softmax(logits / temperature) after top-k, top-p and min-p. `top` is the row maximum."""
-    # A divisor below the least normal number is flushed to 0, and 0 / 0 is NaN.
+    # A divisor below the least normal number may be flushed to 0, and 0 / 0 is NaN.
     temperature = jnp.where(random, jnp.maximum(batch.temperature, jnp.finfo(jnp.float32).tiny), 1.0)
     # Distance from the maximum first: it is finite at any temperature, and the likeliest token weighs 1.
     weight = jnp.exp((logits - top[:, None]) / temperature[:, None])

@@ -74,7 +74,7 @@ class Life:
 
     def step(self) -> None:
         scheduler = self.engine.scheduler
-        waiting = set(self.waiting())
+        waiting, running = set(self.waiting()), set(scheduler.running)
         for delta in self.engine.step():
             self.take(delta)
         self.steps += 1
@@ -82,6 +82,9 @@ class Life:
         admitted = [s.order for s in scheduler.running if s in waiting]
         passed_over = [s.order for s in self.waiting() if s in waiting]
         assert not admitted or not passed_over or max(admitted) < min(passed_over), "admitted out of order"
+        preempted = [s.order for s in self.waiting() if s in running]
+        kept = [s.order for s in scheduler.running if s in running]
+        assert not preempted or not kept or min(preempted) > max(kept), "preempted for a later one"
         ledger = self.engine.ledger
         self.runner.poison_free(ledger.pages.free_rows(), ledger.slots.free_rows())
 
@@ -474,3 +477,28 @@ def test_abort_in_every_phase(phase, asynchronous):
     assert life.outputs[victim].finish_reason == "abort"
     assert len(life.outputs[victim].token_ids) == got, "tokens after the abort"
     assert life.outputs[other].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["launch", "before", "after", "lost"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failed_step_fails_its_sequences_and_no_others(asynchronous, kind):
+    config = EngineConfig(
+        max_num_seqs=6,
+        max_num_batched_tokens=3,
+        page_size=4,
+        num_pages=96,
+        async_scheduling=asynchronous,
+        compilation_cache_dir="",
+    )
+    life = Life(config, "hybrid", {20: Fault(kind)})
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0, logprobs=0)
+    for token in range(6):
+        life.submit(Request(prompt_token_ids=[token], sampling=sampling))
+    life.finish()
+    followed = asynchronous and kind == "lost"  # the step after it was under way on the same caches
+    met = {member.key[0] for call in ([20, 21] if followed else [20]) for member in life.calls[call]}
+    for name, output in life.outputs.items():
+        assert (output.finish_reason == "error") == (name in met), name
+    assert 0 < len(met) < 6
+    assert all(f"injected: {kind}" in (life.outputs[name].error or "") for name in met)
+    assert not life.runner.lost
