@@ -8,17 +8,32 @@ from kernels_pallas.ssd.decay import STRONGEST, decay_between, split_cumsum
 HIGHEST = lax.Precision.HIGHEST
 
 
-def token_update(h: Array, xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Array, Array]:
-    """y [H*P] and the new state of h [N, H*P] after one token: xdt [H*P], log_decay [H], B, C [G,N]."""
-    (N, width), (H,), G = h.shape, log_decay.shape, B.shape[0]
-    decay = jnp.repeat(jnp.exp(jnp.maximum(log_decay, STRONGEST)), width // H)
+def token_decay(log_decay: Array, width: int) -> Array:
+    """[T, H*P] from log_decay [T, H]: how much of the state remains after each token."""
+    return jnp.repeat(jnp.exp(jnp.maximum(log_decay, STRONGEST)), width // log_decay.shape[1], axis=1)
+
+
+def token_update(h: Array, xdt: Array, decay: Array, B: Array) -> Array:
+    """The rows h [n, H*P] of a state after one token: xdt, decay [H*P], B [G,n]."""
+    (n, width), G = h.shape, B.shape[0]
+    added = B.T[:, :, None] * xdt.reshape(G, width // G)  # [n, G, H*P/G]
+    return h * decay + added.reshape(n, width)
+
+
+def read_state(C: Array, h: Array) -> Array:
+    """[Q, H*P]: what Q tokens with C [Q,G,n] read from the rows h [n, H*P] of a state."""
+    (Q, G, n), width = C.shape, h.shape[1]
+    if G == 1:  # a plain product: XLA's general form would transpose the state
+        return jnp.dot(C[:, 0], h, precision=HIGHEST)
+    return jnp.einsum("qgn,ngr->qgr", C, h.reshape(n, G, width // G), precision=HIGHEST).reshape(Q, width)
+
+
+def sum_into_state(B: Array, xdt: Array) -> Array:
+    """[N, H*P]: the sum over Q tokens of B [Q,G,N] times xdt [Q,H*P]."""
+    (Q, G, N), width = B.shape, xdt.shape[1]
     if G == 1:
-        h = h * decay + B[0][:, None] * xdt
-        return jnp.dot(C, h, precision=HIGHEST)[0], h
-    added = B.T[:, :, None] * xdt.reshape(1, G, width // G)  # [N, G, H*P/G]
-    h = h * decay + added.reshape(N, width)
-    y = jnp.einsum("gn,ngw->gw", C, h.reshape(N, G, width // G), precision=HIGHEST)
-    return y.reshape(width), h
+        return jnp.dot(B[:, 0].T, xdt, precision=HIGHEST)
+    return jnp.einsum("qgn,qgr->ngr", B, xdt.reshape(Q, G, width // G), precision=HIGHEST).reshape(N, width)
 
 
 def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Array, Array, Array, Array]:
@@ -28,7 +43,7 @@ def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Arra
     y [Q,H*P] from zero state, from_start [Q,H*P] (decay since the chunk's start), over_all [1,H*P] (decay over
     the chunk) and added [N,H*P] (the state after the chunk from zero state).
     """
-    (Q, width), H, (_, G, N) = xdt.shape, log_decay.shape[1], B.shape
+    (Q, width), H, G = xdt.shape, log_decay.shape[1], B.shape[1]
     P = width // H
     cumulative = split_cumsum(log_decay)  # [Q, H]
     total = tuple(c[-1:] for c in cumulative)
@@ -39,21 +54,14 @@ def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Arra
     between = decay_between(later, earlier, jnp.tril(jnp.ones((Q, Q), bool)))  # [H, Q, Q]
     scores = jnp.einsum("ign,jgn->gij", C, B, precision=HIGHEST)
     mixed = (between.reshape(G, H // G, Q, Q) * scores[:, None]).reshape(H, Q, Q)
-    y = jnp.einsum("hij,jhp->ihp", mixed, xdt.reshape(Q, H, P), precision=HIGHEST).reshape(Q, width)
+    by_head = xdt.reshape(Q, H, P).swapaxes(0, 1)  # [H, Q, P]
+    y = jnp.einsum("hij,hjp->hip", mixed, by_head, precision=HIGHEST).swapaxes(0, 1).reshape(Q, width)
 
     from_start, to_end, over_all = (
         jnp.repeat(decay_between(to, since), P, axis=1)
         for to, since in ((cumulative, zero), (total, cumulative), (total, zero))
     )
-    added = jnp.einsum("jgn,jgr->ngr", B, (xdt * to_end).reshape(Q, G, width // G), precision=HIGHEST)
-    return y, from_start, over_all, added.reshape(N, width)
-
-
-def from_state(h: Array, C: Array, from_start: Array) -> Array:
-    """y [Q,H*P] that tokens with C [Q,G,N] read from the state h [N,H*P] before their chunk."""
-    (Q, G, N), width = C.shape, h.shape[1]
-    read = jnp.einsum("ign,ngr->igr", C, h.reshape(N, G, width // G), precision=HIGHEST)
-    return read.reshape(Q, width) * from_start
+    return y, from_start, over_all, sum_into_state(B, xdt * to_end)
 
 
 def chunk_update(h: Array, xdt: Array, log_decay: Array, B: Array, C: Array, length: Array) -> tuple[Array, Array]:
@@ -66,4 +74,4 @@ def chunk_update(h: Array, xdt: Array, log_decay: Array, B: Array, C: Array, len
     xdt, log_decay = (jnp.where(valid[:, None], a, 0.0) for a in (xdt, log_decay))
     B, C = (jnp.where(valid[:, None, None], a, 0.0) for a in (B, C))
     y, from_start, over_all, added = within_chunk(xdt, log_decay, B, C)
-    return y + from_state(h, C, from_start), h * over_all + added
+    return y + read_state(C, h) * from_start, h * over_all + added

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.spans import Spans
-from kernels_pallas.ssd.chunk import from_state, within_chunk
+from kernels_pallas.ssd.chunk import read_state, within_chunk
 
 
 def ssd_dense(xdt: Array, log_decay: Array, B: Array, C: Array, spans: Spans) -> Array:
@@ -29,5 +29,5 @@ def ssd_dense(xdt: Array, log_decay: Array, B: Array, C: Array, spans: Spans) ->
         return h * over_all + added, h
 
     _, before = lax.scan(step, jnp.zeros_like(added[0]), (over_all, added))  # [chunks, S, N, H*P]
-    y = y + jax.vmap(jax.vmap(from_state))(before, C, from_start)
+    y = y + jax.vmap(jax.vmap(read_state))(C, before) * from_start
     return y.swapaxes(0, 1).reshape(S, chunks * Q, -1)[:, :length].reshape(T, -1)

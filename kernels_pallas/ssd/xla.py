@@ -1,12 +1,21 @@
-"""ssd in plain JAX: a loop over the chunk table for cached sequences, a batched scan for dense ones."""
+"""ssd in plain JAX: loops over chunks and single tokens for cached sequences, a batched scan for dense ones."""
+
+import math
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.rows import copy_row, repeat_if, start_slots
 from kernels_pallas.snapshots import chunk_has_snapshot
 from kernels_pallas.spans import Spans
-from kernels_pallas.ssd.chunk import chunk_update, token_update
+from kernels_pallas.ssd.chunk import chunk_update, read_state, token_decay, token_update
 from kernels_pallas.ssd.dense import ssd_dense
+
+# State rows [N, H*P] are updated in blocks of at most so many of N: read, written, and read again from cache
+# for the output. 32 is the fastest of 8, 16, 32, 64 and the whole row on a CPU with 2 MB of cache per core.
+STATE_BLOCK = 32
+
+Tokens = tuple[Array, Array, Array, Array]  # xdt [T, H*P], log_decay [T, H], B [T, G, N], C [T, G, N], float32
 
 
 def ssd(
@@ -25,76 +34,92 @@ def ssd(
     if (state is None) != (spans.kind == "dense"):
         raise NotImplementedError(f"state is {'None' if state is None else 'given'} with {spans.kind!r} spans")
     T, H, P = x.shape
-    xf, dt = x.astype(jnp.float32), dt.astype(jnp.float32)
-    xdt = (xf * dt[:, :, None]).reshape(T, H * P)
-    log_decay = dt * A.astype(jnp.float32)  # [T, H]
-    B, C = B.astype(jnp.float32), C.astype(jnp.float32)
+    xf, dt, B, C = (a.astype(jnp.float32) for a in (x, dt, B, C))
+    tokens = ((xf * dt[:, :, None]).reshape(T, H * P), dt * A.astype(jnp.float32), B, C)
     if state is None:
-        y = ssd_dense(xdt, log_decay, B, C, spans)
+        y = ssd_dense(*tokens, spans)
     else:
-        y, state = (_decode if spans.kind == "decode" else _ragged)(xdt, log_decay, B, C, state, spans, base)
+        lengths = spans.query_start[1:] - spans.query_start[:-1]
+        is_single = lengths == 1
+        state, slots = start_slots(state, spans, base, in_place=is_single)
+        y = jnp.zeros((T, H * P))
+        if spans.kind == "ragged":
+            y, state = _chunks(tokens, state, slots, is_single, spans, base)
+        y, state = _single_tokens(tokens, y, state, is_single, spans, base)
     y = y.reshape(T, H, P) + D.astype(jnp.float32)[:, None] * xf
     return y.astype(x.dtype), state
 
 
-def _row(state: Array, row: Array) -> Array:
-    """[N, H*P] float32: one row of the state array."""
-    return lax.dynamic_index_in_dim(state, row, keepdims=False).astype(jnp.float32)
-
-
-def _put(state: Array, h: Array, row: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(state, h.astype(state.dtype), row, 0)
-
-
-def _decode(
-    xdt: Array, log_decay: Array, B: Array, C: Array, state: Array, spans: Spans, base: int | Array
+def _chunks(
+    tokens: Tokens, state: Array, slots: Array, is_single: Array, spans: Spans, base: int | Array
 ) -> tuple[Array, Array]:
-    """One token per sequence: each state is read once and written once."""
-    has_snapshot = chunk_has_snapshot(spans)
-
-    def token(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        y, state = carry
-        h = jnp.where(spans.first_pos[t] > 0, _row(state, base + spans.read_slot[t]), 0.0)
-        y_t, h = token_update(h, xdt[t], log_decay[t], B[t], C[t])
-        state = _put(state, h, base + spans.write_slot[t])
-        state = lax.fori_loop(
-            0, has_snapshot[t].astype(jnp.int32), lambda _, s: _put(s, h, base + spans.chunk_snapshot[t]), state
-        )
-        return lax.dynamic_update_index_in_dim(y, y_t, t, 0), state
-
-    return lax.fori_loop(0, spans.num_tokens, token, (jnp.zeros_like(xdt), state))
-
-
-def _ragged(
-    xdt: Array, log_decay: Array, B: Array, C: Array, state: Array, spans: Spans, base: int | Array
-) -> tuple[Array, Array]:
-    """Chunk after chunk; the state passes from one chunk of a sequence to the next through its row."""
-    T, Q = xdt.shape[0], spans.chunk_size
+    """Sequences of several tokens, chunk after chunk; the state is carried until the sequence's last one."""
+    (T, width), Q = tokens[0].shape, spans.chunk_size
     # Slices of Q tokens may run past the end, where dynamic_slice would shift them: pad instead.
-    xdt, log_decay, B, C = (jnp.pad(a, [(0, Q)] + [(0, 0)] * (a.ndim - 1)) for a in (xdt, log_decay, B, C))
+    tokens = tuple(jnp.pad(a, [(0, Q)] + [(0, 0)] * (a.ndim - 1)) for a in tokens)  # pyright: ignore
+    has_snapshot = chunk_has_snapshot(spans)
+    Carry = tuple[Array, Array, Array]  # y, h [N, H*P] float32, state
+
+    def load(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        state, seq = carry[1], spans.chunk_seq[c]
+        h = lax.dynamic_index_in_dim(state, base + slots[seq], keepdims=False).astype(jnp.float32)
+        return jnp.where(spans.first_pos[seq] > 0, h, 0.0), state
+
+    def update(c: Array, carry: Carry) -> Carry:
+        y, h, state = carry
+        start, length, seq = spans.chunk_start[c], spans.chunk_len[c], spans.chunk_seq[c]
+        is_first = start == spans.query_start[seq]
+        is_last = start + length == spans.query_start[seq + 1]
+        h, state = repeat_if(is_first, c, load, (h, state))
+        y_c, h = chunk_update(h, *(lax.dynamic_slice_in_dim(a, start, Q) for a in tokens), length)
+        # In order of start, so what comes next overwrites what this chunk leaves past its length.
+        y = lax.dynamic_update_slice_in_dim(y, y_c, start, 0)
+
+        def store(i: Array, state: Array) -> Array:
+            slot = jnp.where(is_last & (i == 0), spans.write_slot[seq], spans.chunk_snapshot[c])
+            return lax.dynamic_update_index_in_dim(state, h.astype(state.dtype), base + slot, 0)
+
+        stores = is_last.astype(jnp.int32) + has_snapshot[c].astype(jnp.int32)
+        return y, h, lax.fori_loop(0, stores, store, state)
+
+    def chunk(c: Array, carry: Carry) -> Carry:
+        return repeat_if(~is_single[spans.chunk_seq[c]], c, update, carry)
+
+    carry = (jnp.zeros((T + Q, width)), jnp.zeros(state.shape[1:]), state)
+    y, _, state = lax.fori_loop(0, spans.num_chunks, chunk, carry)
+    return y[:T], state
+
+
+def _single_tokens(
+    tokens: Tokens, y: Array, state: Array, is_single: Array, spans: Spans, base: int | Array
+) -> tuple[Array, Array]:
+    """Sequences of one token, whose states lie in their write rows: each is read and written once, block by block."""
+    (_, N, width), block = state.shape, math.gcd(state.shape[1], STATE_BLOCK)
+    xdt, log_decay, B, C = tokens
+    decay = token_decay(log_decay, width)
     has_snapshot = chunk_has_snapshot(spans)
 
     def chunk(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        t, seq = spans.chunk_start[c], spans.chunk_seq[c]
+        row = base + spans.write_slot[seq]
+        from_zero = spans.first_pos[seq] == 0
+
+        def part(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            y_t, state = carry
+            n = k * block
+            B_n, C_n = (lax.dynamic_slice(a, (t, 0, n), (1, a.shape[1], block))[0] for a in (B, C))
+            h = lax.dynamic_slice(state, (row, n, 0), (1, block, width))[0]
+            h = token_update(jnp.where(from_zero, 0, h).astype(jnp.float32), xdt[t], decay[t], B_n)
+            state = lax.dynamic_update_slice(state, h[None].astype(state.dtype), (row, n, 0))
+            # Read back rather than used twice: XLA would compute h again, from a state that has changed.
+            h = lax.dynamic_slice(state, (row, n, 0), (1, block, width))[0].astype(jnp.float32)
+            return y_t + read_state(C_n[None], h), state
+
         y, state = carry
-        start, length, seq = spans.chunk_start[c], spans.chunk_len[c], spans.chunk_seq[c]
-        is_first = start == spans.query_start[seq]
-        from_zero = is_first & (spans.first_pos[seq] == 0)
-        row = base + jnp.where(is_first, spans.read_slot[seq], spans.write_slot[seq])
-        h = jnp.where(from_zero, 0.0, _row(state, row))
-        token_args = tuple(lax.dynamic_slice_in_dim(a, start, Q) for a in (xdt, log_decay, B, C))
+        parts = jnp.where(is_single[seq], N // block, 0)
+        y_t, state = lax.fori_loop(0, parts, part, (jnp.zeros((1, width)), state))
+        y_t = jnp.where(is_single[seq], y_t, lax.dynamic_slice_in_dim(y, t, 1))
+        y = lax.dynamic_update_slice_in_dim(y, y_t, t, 0)
+        return y, copy_row(state, row, base + spans.chunk_snapshot[c], has_snapshot[c] & is_single[seq])
 
-        def one_token() -> tuple[Array, Array]:
-            y_t, after = token_update(h, *(a[0] for a in token_args))
-            return jnp.zeros((Q, xdt.shape[1])).at[0].set(y_t), after
-
-        y_c, h = lax.cond(length == 1, one_token, lambda: chunk_update(h, *token_args, length))
-        # In order of start, so the next chunk overwrites what this one leaves past its length.
-        y = lax.dynamic_update_slice_in_dim(y, y_c, start, 0)
-        state = _put(state, h, base + spans.write_slot[seq])
-        state = lax.fori_loop(
-            0, has_snapshot[c].astype(jnp.int32), lambda _, s: _put(s, h, base + spans.chunk_snapshot[c]), state
-        )
-        return y, state
-
-    y, state = lax.fori_loop(0, spans.num_chunks, chunk, (jnp.zeros_like(xdt), state))
-    return y[:T], state
+    return lax.fori_loop(0, spans.num_chunks, chunk, (y, state))

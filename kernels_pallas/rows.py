@@ -1,0 +1,65 @@
+"""The cache rows from which the sequences of a step start, and conditional work on rows, in place."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.spans import Spans
+
+Carry = TypeVar("Carry")
+
+
+def repeat_if(wanted: Array, index: Array | int, body: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
+    """`body(index, carry)` if `wanted`, a scalar bool, else `carry`.
+
+    A loop of no or one turn: XLA updates what a loop carries in place, whereas it may copy whole arrays that
+    pass through a conditional. `body` must use the index it is given; what depends on nothing of the loop is
+    hoisted out of it and computed in any case.
+    """
+    return lax.fori_loop(index, index + wanted.astype(jnp.int32), body, carry)
+
+
+def used_seqs(spans: Spans) -> Array:
+    """[] int32: sequences up to the last one that has tokens."""
+    return jnp.sum(spans.query_start[:-1] < spans.num_tokens, dtype=jnp.int32)
+
+
+def copy_row(array: Array, source: Array, target: Array, wanted: Array) -> Array:
+    """`array` with row `target` set to row `source` if `wanted`, a scalar bool."""
+
+    def copy(_: Array, array: Array) -> Array:
+        row = lax.dynamic_index_in_dim(array, source)
+        return lax.dynamic_update_index_in_dim(array, row, target, 0)
+
+    return repeat_if(wanted, 0, copy, array)
+
+
+def load_row(array: Array, row: Array, wanted: Array) -> Array:
+    """Row `row` of `array`; zeros, and nothing is read, unless `wanted`, a scalar bool.
+
+    The loop keeps what it read in memory. Otherwise XLA would read the row anew wherever it is used, also after
+    the array has changed, and copy the whole array to be able to.
+    """
+    zeros = jnp.zeros(array.shape[1:], array.dtype)
+    read = wanted.astype(jnp.int32)
+    return lax.fori_loop(0, read, lambda _, kept: lax.dynamic_index_in_dim(array, row, keepdims=False), zeros)
+
+
+def start_slots(array: Array, spans: Spans, base: int | Array, in_place: Array) -> tuple[Array, Array]:
+    """The array and the slots [S] to read each sequence's state from, safe while others write theirs.
+
+    That is `read_slot`, but where another sequence writes that slot in this step (a fork beside its origin), or
+    where the op updates a sequence only `in_place` ([S] bool), the row is first copied to `write_slot`.
+    """
+    read, write = spans.read_slot, spans.write_slot
+    other = ~jnp.eye(spans.num_seqs, dtype=bool)
+    is_used = spans.query_start[1:] > spans.query_start[:-1]
+    overwritten = jnp.any((read[:, None] == write) & other & is_used, axis=1)
+    moved = (read != write) & is_used & (spans.first_pos > 0) & (overwritten | in_place)
+
+    def move(s: Array, array: Array) -> Array:
+        return copy_row(array, base + read[s], base + write[s], moved[s])
+
+    return lax.fori_loop(0, used_seqs(spans), move, array), jnp.where(moved, write, read)
