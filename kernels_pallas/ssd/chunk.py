@@ -29,21 +29,21 @@ def read_state(C: Array, h: Array) -> Array:
 
 
 def sum_into_state(B: Array, xdt: Array) -> Array:
-    """[N, H*P]: the sum over Q tokens of B [Q,G,N] times xdt [Q,H*P]."""
-    (Q, G, N), width = B.shape, xdt.shape[1]
+    """[N, H*P]: the sum over Q tokens of B [G,N,Q] times xdt [Q,H*P]."""
+    (G, N, Q), width = B.shape, xdt.shape[1]
     if G == 1:
-        return jnp.dot(B[:, 0].T, xdt, precision=HIGHEST)
-    return jnp.einsum("qgn,qgr->ngr", B, xdt.reshape(Q, G, width // G), precision=HIGHEST).reshape(N, width)
+        return jnp.dot(B[0], xdt, precision=HIGHEST)
+    return jnp.einsum("gnq,qgr->ngr", B, xdt.reshape(Q, G, width // G), precision=HIGHEST).reshape(N, width)
 
 
 def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Array, Array, Array, Array]:
     """What the tokens of a chunk do among themselves, and how they meet the state before it.
 
-    xdt [Q,H*P], log_decay [Q,H], B, C [Q,G,N]; a token with xdt, log_decay and B zero does nothing. Gives
+    xdt [Q,H*P], log_decay [Q,H], B [G,N,Q], C [Q,G,N]; a token with xdt, log_decay and B zero does nothing. Gives
     y [Q,H*P] from zero state, from_start [Q,H*P] (decay since the chunk's start), over_all [1,H*P] (decay over
     the chunk) and added [N,H*P] (the state after the chunk from zero state).
     """
-    (Q, width), H, G = xdt.shape, log_decay.shape[1], B.shape[1]
+    (Q, width), H, G = xdt.shape, log_decay.shape[1], B.shape[0]
     P = width // H
     cumulative = split_cumsum(log_decay)  # [Q, H]
     total = tuple(c[-1:] for c in cumulative)
@@ -52,7 +52,7 @@ def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Arra
     # y_i = sum_{j<=i} (C_i B_j) decay(i, j) xdt_j
     later, earlier = (tuple(c.T[at] for c in cumulative) for at in (jnp.s_[:, :, None], jnp.s_[:, None, :]))
     between = decay_between(later, earlier, jnp.tril(jnp.ones((Q, Q), bool)))  # [H, Q, Q]
-    scores = jnp.einsum("ign,jgn->gij", C, B, precision=HIGHEST)
+    scores = jnp.einsum("ign,gnj->gij", C, B, precision=HIGHEST)
     mixed = (between.reshape(G, H // G, Q, Q) * scores[:, None]).reshape(H, Q, Q)
     by_head = xdt.reshape(Q, H, P).swapaxes(0, 1)  # [H, Q, P]
     y = jnp.einsum("hij,hjp->hip", mixed, by_head, precision=HIGHEST).swapaxes(0, 1).reshape(Q, width)
@@ -67,11 +67,11 @@ def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Arra
 def chunk_update(h: Array, xdt: Array, log_decay: Array, B: Array, C: Array, length: Array) -> tuple[Array, Array]:
     """y [Q, H*P] and the new state of h [N, H*P] after the first `length` of Q tokens.
 
-    xdt [Q,H*P], log_decay [Q,H], B, C [Q,G,N]. Rows at or past `length` may hold another sequence's tokens,
+    xdt [Q,H*P], log_decay [Q,H], B [G,N,Q], C [Q,G,N]. Tokens at or past `length` may be another sequence's,
     NaN among them, and are cut off here.
     """
     valid = jnp.arange(xdt.shape[0]) < length
     xdt, log_decay = (jnp.where(valid[:, None], a, 0.0) for a in (xdt, log_decay))
-    B, C = (jnp.where(valid[:, None, None], a, 0.0) for a in (B, C))
+    B, C = jnp.where(valid, B, 0.0), jnp.where(valid[:, None, None], C, 0.0)
     y, from_start, over_all, added = within_chunk(xdt, log_decay, B, C)
     return y + read_state(C, h) * from_start, h * over_all + added

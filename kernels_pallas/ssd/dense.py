@@ -22,7 +22,7 @@ def ssd_dense(xdt: Array, log_decay: Array, B: Array, C: Array, spans: Spans) ->
         return a.reshape(S, chunks, Q, *a.shape[2:]).swapaxes(0, 1)
 
     xdt, log_decay, B, C = (chunked(a) for a in (xdt, log_decay, B, C))
-    y, from_start, over_all, added = jax.vmap(jax.vmap(within_chunk))(xdt, log_decay, B, C)
+    y, from_start, over_all, added = jax.vmap(jax.vmap(within_chunk))(xdt, log_decay, jnp.moveaxis(B, 2, -1), C)
 
     def step(h: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         over_all, added = chunk
