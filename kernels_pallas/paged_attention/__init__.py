@@ -40,7 +40,12 @@ def paged_attention(
       base: row of the layer's page 0 in `pages`.
 
     Returns `(o [T, Hq, Dh] in q's dtype, pages)`; `o` of padding is 0. Nothing but the positions attended to
-    is read into `o`: free and scratch pages may hold NaN.
+    is read into `o`: free and scratch pages may hold NaN. NotImplementedError if pages and spans do not go together.
     """
+    if (pages is None) != (spans.kind == "dense"):
+        raise NotImplementedError(
+            f"pages are {'None' if pages is None else 'given'} with {spans.kind!r} spans: dense spans have no pages, "
+            "the other kinds need them"
+        )
     run: Any = choose("paged_attention", IMPLEMENTATIONS, implementation)
     return run(q, k, v, pages, spans, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, base=base)

@@ -91,7 +91,7 @@ SPECS = [
     _paged("prefill", [11], [0]),
     _paged("chunks_of_one_sequence", [21], [0], chunk_size=8),
     _paged("after_a_cached_prefix", [9], [13]),
-    _paged("mixed", [1, 13, 1, 5, 1], [7, 0, 30, 18, 0], chunk_size=8),
+    _paged("mixed", [1, 13, 1, 20, 5, 1], [7, 0, 30, 6, 18, 0], chunk_size=16, num_tokens=48, num_seqs=7),
     _paged("padding", [1, 10, 3], [5, 3, 0], num_tokens=24, num_seqs=6),
     _paged("one_token", [1], [0]),
     _paged("page_boundary", [4, 4, 5], [4, 0, 3]),
