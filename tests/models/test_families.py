@@ -130,7 +130,7 @@ def test_nan_in_padding_tokens_stays_there(golden: Golden):
     near(logits[-1, 1:], golden.numbers["decode_logits"][1, 1:])
 
 
-@pytest.mark.parametrize("loaded", ["nemotron_h_moe"], indirect=True)
+@pytest.mark.parametrize("loaded", ["nemotron_h_latent"], indirect=True)
 def test_gradients_reach_every_parameter(golden: Golden):
     """Dense steps train: finite gradients, none zero but that of the bias that only sways the choice of experts."""
     stepper = golden.stepper
