@@ -21,11 +21,6 @@ def repeat_if(wanted: Array, index: Array | int, body: Callable[[Array, Carry], 
     return lax.fori_loop(index, index + wanted.astype(jnp.int32), body, carry)
 
 
-def used_seqs(spans: Spans) -> Array:
-    """[] int32: sequences up to the last one that has tokens."""
-    return jnp.sum(spans.query_start[:-1] < spans.num_tokens, dtype=jnp.int32)
-
-
 def copy_row(array: Array, source: Array, target: Array, wanted: Array) -> Array:
     """`array` with row `target` set to row `source` if `wanted`, a scalar bool."""
 
@@ -47,19 +42,21 @@ def load_row(array: Array, row: Array, wanted: Array) -> Array:
     return lax.fori_loop(0, read, lambda _, kept: lax.dynamic_index_in_dim(array, row, keepdims=False), zeros)
 
 
-def start_slots(array: Array, spans: Spans, base: int | Array, in_place: Array) -> tuple[Array, Array]:
+def start_slots(array: Array, spans: Spans, base: int | Array, in_place: Array | None = None) -> tuple[Array, Array]:
     """The array and the slots [S] to read each sequence's state from, safe while others write theirs.
 
     That is `read_slot`, but where another sequence writes that slot in this step (a fork beside its origin), or
     where the op updates a sequence only `in_place` ([S] bool), the row is first copied to `write_slot`.
     """
     read, write = spans.read_slot, spans.write_slot
-    other = ~jnp.eye(spans.num_seqs, dtype=bool)
     is_used = spans.query_start[1:] > spans.query_start[:-1]
-    overwritten = jnp.any((read[:, None] == write) & other & is_used, axis=1)
-    moved = (read != write) & is_used & (spans.first_pos > 0) & (overwritten | in_place)
+    others = ~jnp.eye(spans.num_seqs, dtype=bool) & is_used
+    must_move = jnp.any((read[:, None] == write) & others, axis=1)
+    must_move = must_move if in_place is None else must_move | in_place
+    moved = must_move & (read != write) & is_used & (spans.first_pos > 0)
 
     def move(s: Array, array: Array) -> Array:
         return copy_row(array, base + read[s], base + write[s], moved[s])
 
-    return lax.fori_loop(0, used_seqs(spans), move, array), jnp.where(moved, write, read)
+    used = jnp.sum(spans.query_start[:-1] < spans.num_tokens, dtype=jnp.int32)  # up to the last with tokens
+    return lax.fori_loop(0, used, move, array), jnp.where(moved, write, read)

@@ -35,8 +35,8 @@ def causal_conv(
     row of slot s is `base + s`. Gives y [T,D] in x's dtype (padding tokens: unspecified but finite for finite
     input); sums are taken in float32.
 
-    Rows are updated in place when the caller donates `window`, one sequence after the other, so within a step
-    no sequence may read a slot that another one writes.
+    Rows are updated in place when the caller donates `window`. Several sequences may read one slot, also one that
+    one of them writes; but the slot that a fork writes (read_slot != write_slot) no other sequence may read.
 
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """

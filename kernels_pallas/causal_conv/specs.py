@@ -45,15 +45,16 @@ def _case(
 
 
 def _ragged(lens: list[int], first_pos: list[int], **options: Any) -> Spans:
-    """Sequence i reads slot i and writes slot i, unless `write` says otherwise; two tokens of padding."""
-    slots = list(range(len(lens)))
+    """Sequence i reads and writes slot i, unless `read` or `write` say otherwise. Short ones are padded to one
+    size, so that they share an executable."""
+    slots, total = list(range(len(lens))), sum(lens)
     return make_spans(
         lens,
         first_pos,
-        slots,
+        options.pop("read", slots),
         options.pop("write", slots),
-        num_tokens=sum(lens) + 2,
-        num_seqs=len(lens) + 1,
+        num_tokens=48 if total < 48 else total + 2,
+        num_seqs=max(len(lens), 6),
         scratch_slot=SCRATCH,
         chunk_size=8,
         **options,
@@ -65,7 +66,7 @@ def _decode(first_pos: list[int], num_seqs: int, **options: Any) -> Spans:
     return make_spans(
         [1] * len(first_pos),
         first_pos,
-        slots,
+        options.pop("read", slots),
         options.pop("write", slots),
         num_tokens=num_seqs,
         num_seqs=num_seqs,
@@ -86,6 +87,7 @@ SPECS = [
     _case("mixed-2-taps", _MIXED, taps=2),
     _case("mixed-3-taps-no-activation-no-bias", _MIXED, taps=3, activation=None, bias=False),
     _case("mixed-7-taps", _MIXED, taps=7),
+    _case("fork-beside-its-origin", _ragged([3, 10, 1, 1], [6, 6, 4, 4], read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
     _case("fork-two-from-one", _ragged([3, 10], [6, 6], write=[4, 5])),
     _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], snapshots={(0, 2): 5, (0, 13): 6, (2, 3): 7})),
     _case("snapshot-after-first-token", _ragged([6], [0], snapshots={(0, 1): 5})),
@@ -93,6 +95,7 @@ SPECS = [
     _case("bfloat16", _MIXED, **_BF16),
     _case("decode", _decode([3, 9, 1, 5], 4)),
     _case("decode-padded", _decode([3, 0, 1], 6)),
+    _case("decode-fork-beside-its-origin", _decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
     _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
     _case("decode-snapshots-last-layer", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7}), layers=2, layer=1),
     _case("decode-2-taps-no-activation", _decode([3, 9], 3), taps=2, activation=None),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.rows import copy_row, load_row, start_slots
 from kernels_pallas.snapshots import chunk_has_snapshot
 from kernels_pallas.spans import Spans
 
@@ -41,8 +42,9 @@ def causal_conv(
     if window is None:
         dense = jnp.pad(x.reshape(spans.num_seqs, -1, x.shape[1]), [(0, 0), (weight.shape[1] - 1, 0), (0, 0)])
         return finish(_shifted_sum(dense, taps)).reshape(x.shape), None  # [S, L, D] -> [T, D]
+    window, slots = start_slots(window, spans, base)
     update = _decode if spans.kind == "decode" else _ragged
-    return update(x, taps, finish, window, spans, base)
+    return update(x, taps, finish, window, slots, spans, base)
 
 
 def _shifted_sum(padded: Array, taps: Array) -> Array:
@@ -52,38 +54,28 @@ def _shifted_sum(padded: Array, taps: Array) -> Array:
     return sum(padded[..., k : k + T, :].astype(jnp.float32) * taps[k] for k in range(K))  # pyright: ignore
 
 
-def _row(window: Array, row: Array, from_zero: Array) -> Array:
-    """[K, D]: the inputs before a sequence's next token; zeros, and nothing is read, if it has none.
-
-    A loop of no or one turn keeps the row in memory. Otherwise XLA reads it anew wherever it is used, also after
-    the window has changed, and copies the whole array to be able to.
-    """
-    zeros = jnp.zeros(window.shape[1:], window.dtype)
-    read = 1 - from_zero.astype(jnp.int32)
-    return lax.fori_loop(0, read, lambda _, z: lax.dynamic_index_in_dim(window, row, keepdims=False), zeros)
-
-
 def _decode(
-    x: Array, taps: Array, finish: Finish, window: Array, spans: Spans, base: int | Array
+    x: Array, taps: Array, finish: Finish, window: Array, slots: Array, spans: Spans, base: int | Array
 ) -> tuple[Array, Array]:
     """One token per sequence: each window is read once and written once."""
     has_snapshot = chunk_has_snapshot(spans)
 
     def token(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         y, window = carry
-        before = lax.dynamic_index_in_dim(window, base + spans.read_slot[t], keepdims=False)
+        before = lax.dynamic_index_in_dim(window, base + slots[t], keepdims=False)
         before = jnp.where(spans.first_pos[t] > 0, before, 0)
         current = lax.dynamic_slice_in_dim(x, t, 1)
         inputs = jnp.concatenate([before[1:].astype(jnp.float32), current.astype(jnp.float32)])  # [K, D]
         y = lax.dynamic_update_slice_in_dim(y, jnp.sum(inputs * taps, axis=0, keepdims=True), t, 0)
-        return y, _put(window, inputs, base, spans.write_slot[t], spans.chunk_snapshot[t], has_snapshot[t])
+        window, wanted = _put(window, inputs, base + spans.write_slot[t]), has_snapshot[t]
+        return y, copy_row(window, base + spans.write_slot[t], base + spans.chunk_snapshot[t], wanted)
 
     y, window = lax.fori_loop(0, spans.num_tokens, token, (jnp.zeros(x.shape, jnp.float32), window))
     return finish(y), window
 
 
 def _ragged(
-    x: Array, taps: Array, finish: Finish, window: Array, spans: Spans, base: int | Array
+    x: Array, taps: Array, finish: Finish, window: Array, slots: Array, spans: Spans, base: int | Array
 ) -> tuple[Array, Array]:
     """All tokens as if they were one sequence, then chunk after chunk the K-1 first outputs of each anew."""
     (T, D), K = x.shape, taps.shape[0]
@@ -97,8 +89,8 @@ def _ragged(
         y, window = carry
         start, length, seq = spans.chunk_start[c], spans.chunk_len[c], spans.chunk_seq[c]
         is_first = start == spans.query_start[seq]
-        slot = jnp.where(is_first, spans.read_slot[seq], spans.write_slot[seq])
-        before = _row(window, base + slot, is_first & (spans.first_pos[seq] == 0))
+        slot = jnp.where(is_first, slots[seq], spans.write_slot[seq])
+        before = load_row(window, base + slot, ~is_first | (spans.first_pos[seq] > 0))
         tokens = lax.dynamic_slice(padded, (start + K - 1, 0), (K - 1, D))
         reach = jnp.concatenate([before[1:].astype(jnp.float32), tokens.astype(jnp.float32)])  # [2K-2, D]
         starts = finish(sum(reach[k : k + K - 1] * taps[k] for k in range(K)))  # pyright: ignore[reportArgumentType]
@@ -107,20 +99,12 @@ def _ragged(
         latest = lax.dynamic_slice(padded, (start + length - 1, 0), (K, D))
         older = lax.dynamic_slice(jnp.pad(before, [(0, K), (0, 0)]), (jnp.minimum(length, K), 0), (K, D))
         inputs = jnp.where(newest >= K - length, latest.astype(window.dtype), older)
-        return y, _put(window, inputs, base, spans.write_slot[seq], spans.chunk_snapshot[c], has_snapshot[c])
+        window, row = _put(window, inputs, base + spans.write_slot[seq]), base + spans.write_slot[seq]
+        return y, copy_row(window, row, base + spans.chunk_snapshot[c], has_snapshot[c])
 
     y, window = lax.fori_loop(0, spans.num_chunks, chunk, (y, window))
     return y[:T], window
 
 
-def _put(window: Array, inputs: Array, base: int | Array, slot: Array, snapshot: Array, has_snapshot: Array) -> Array:
-    """The window array with `inputs` in the row of `slot`, and in that of `snapshot` if there is one.
-
-    The condition is a loop of no or one turn: XLA updates a loop's arrays in place, and keeps `inputs` for it
-    in memory instead of computing it again from a window that has changed, which would cost a copy of the array.
-    """
-
-    def write(slot: Array, window: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(window, inputs.astype(window.dtype), base + slot, 0)
-
-    return lax.fori_loop(0, has_snapshot.astype(jnp.int32), lambda _, w: write(snapshot, w), write(slot, window))
+def _put(window: Array, inputs: Array, row: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(window, inputs.astype(window.dtype), row, 0)

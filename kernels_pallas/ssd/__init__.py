@@ -35,9 +35,9 @@ def ssd(
     group h // (H // G); D [H]; state [R, N, H*P] float32 or bfloat16, or None for dense spans; row of slot s
     is `base + s`. Gives y [T,H,P] in x's dtype (padding tokens: unspecified but finite for finite input).
 
-    Rows are updated in place when the caller donates `state`, one sequence after the other, so within a step
-    no sequence may read a slot that another one writes. Decays are computed in float32 as exponentials of
-    differences of cumulative sums.
+    Rows are updated in place when the caller donates `state`. Several sequences may read one slot, also one that
+    one of them writes; but the slot that a fork writes (read_slot != write_slot) no other sequence may read.
+    Decays are computed in float32 as exponentials of differences of cumulative sums.
 
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """

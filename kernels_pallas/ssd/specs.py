@@ -54,15 +54,16 @@ def _case(
 
 
 def _ragged(lens: list[int], first_pos: list[int], chunk_size: int, **options: Any) -> Spans:
-    """Sequence i reads slot i and writes slot i, unless `write` says otherwise; two tokens of padding."""
-    slots = list(range(len(lens)))
+    """Sequence i reads and writes slot i, unless `read` or `write` say otherwise. Short ones are padded to one
+    size, so that they share an executable."""
+    slots, total = list(range(len(lens))), sum(lens)
     return make_spans(
         lens,
         first_pos,
-        slots,
+        options.pop("read", slots),
         options.pop("write", slots),
-        num_tokens=sum(lens) + 2,
-        num_seqs=len(lens) + 1,
+        num_tokens=48 if total < 48 else total + 2,
+        num_seqs=max(len(lens), 6),
         scratch_slot=SCRATCH,
         chunk_size=chunk_size,
         **options,
@@ -74,7 +75,7 @@ def _decode(first_pos: list[int], num_seqs: int, **options: Any) -> Spans:
     return make_spans(
         [1] * len(first_pos),
         first_pos,
-        slots,
+        options.pop("read", slots),
         options.pop("write", slots),
         num_tokens=num_seqs,
         num_seqs=num_seqs,
@@ -87,15 +88,19 @@ def _decode(first_pos: list[int], num_seqs: int, **options: Any) -> Spans:
 _MIXED = _ragged([5, 1, 19, 3], [0, 7, 4, 0], 8)
 _SNAPSHOTS = {(0, 8): 5, (0, 13): 6, (2, 3): 7}
 
+_EXACT = make_spans([10, 6], [0, 5], [0, 1], [0, 1], num_tokens=16, num_seqs=2, scratch_slot=SCRATCH, chunk_size=8)
+
 SPECS = [
     _case("one-sequence", _ragged([16], [0], 16)),
     _case("one-token", _ragged([1], [0], 16)),
+    _case("no-padding", _EXACT),
     _case("one-token-continued", _ragged([1], [9], 16)),
     _case("mixed-chunk8", _MIXED),
     _case("mixed-chunk16", _ragged([5, 1, 19, 3], [0, 7, 4, 0], 16)),
     _case("mixed-chunk64", _ragged([5, 1, 70, 3], [0, 7, 4, 0], 64)),
     _case("long-odd", _ragged([131], [3], 64), head_dim=8, state_size=16),
     _case("last-chunk-of-one", _ragged([9, 17, 1], [2, 0, 5], 8)),
+    _case("fork-beside-its-origin", _ragged([3, 10, 1, 1], [6, 6, 4, 4], 8, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
     _case("fork-two-from-one", _ragged([3, 10], [6, 6], 8, write=[4, 5])),
     _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], 8, snapshots=_SNAPSHOTS)),
     _case("snapshots-after-first-token", _ragged([6, 5], [4, 0], 8, snapshots={(0, 1): 5, (1, 1): 6, (1, 2): 7})),
@@ -113,6 +118,7 @@ SPECS = [
     _case("decode", _decode([3, 9, 1, 5], 4)),
     _case("decode-padded", _decode([3, 0, 1], 6)),
     _case("decode-one", _decode([2], 1)),
+    _case("decode-fork-beside-its-origin", _decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
     _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
     _case("decode-snapshots", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7})),
     _case("decode-snapshot-in-every-chunk", _decode([3, 7], 2, snapshots={(0, 1): 5, (1, 1): 7})),

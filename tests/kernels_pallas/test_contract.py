@@ -5,6 +5,7 @@ bit for bit as it was. Whatever must not be read holds NaN: the scratch rows, ev
 and page places past the tokens written so far.
 """
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ def _cases() -> list[Any]:
             names = [name for name in module.IMPLEMENTATIONS if name != "reference"]
             cases += [pytest.param(op, spec, name, id=f"{op}-{spec.name}-{name}") for name in names]
     return cases
+
+
+@functools.cache
+def _compiled(op: str, options: tuple[str, ...], donated: int | None) -> Any:
+    """The op, jitted once for all specs so that those of one shape share an executable."""
+    return jax.jit(
+        getattr(_load(op)[0], op),
+        static_argnames=(*options, "implementation"),
+        donate_argnums=() if donated is None else donated,
+    )
 
 
 def _sequences(spans: Spans) -> list[int]:
@@ -96,9 +107,8 @@ def test_agrees_with_the_reference(op: str, spec: Spec, name: str) -> None:
         base = kwargs.get("base", 0)
         original = np.asarray(cache).copy()
         original[~_readable(op, spans, original, base)] = np.nan
-    donated = () if cache is None else (len(inputs),)
-    step = jax.jit(run, static_argnames=[*kwargs, "implementation"], donate_argnums=donated)
     answers = []
+    step = _compiled(op, tuple(kwargs), None if cache is None else len(inputs))
     for which in ("reference", name):
         copy = None if cache is None else jnp.array(original)
         answers.append(step(*inputs, copy, spans, **kwargs, implementation=which))
