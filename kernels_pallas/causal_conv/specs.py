@@ -10,6 +10,7 @@ from kernels_pallas.specs import Spec
 
 ROWS = 9  # slots 0..7 and scratch
 SCRATCH = ROWS - 1
+LAYERS = 3
 
 
 def _case(
@@ -20,7 +21,6 @@ def _case(
     width: int = 12,
     bias: bool = True,
     activation: str | None = "silu",
-    layers: int = 1,
     layer: int = 0,
     dtype: Any = jnp.float32,
     window_dtype: Any = jnp.float32,
@@ -31,7 +31,7 @@ def _case(
     def build(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rng = np.random.default_rng(seed)
         normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-        window = None if spans.kind == "dense" else normal(layers * ROWS, taps, width).astype(window_dtype)
+        window = None if spans.kind == "dense" else normal(LAYERS * ROWS, taps, width).astype(window_dtype)
         args = (
             normal(T, width).astype(dtype),
             normal(width, taps).astype(dtype),
@@ -91,15 +91,15 @@ SPECS = [
     _case("fork-two-from-one", _ragged([3, 10], [6, 6], write=[4, 5])),
     _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], snapshots={(0, 2): 5, (0, 13): 6, (2, 3): 7})),
     _case("snapshot-after-first-token", _ragged([6], [0], snapshots={(0, 1): 5})),
-    _case("second-of-three-layers", _MIXED, layers=3, layer=1),
+    _case("second-layer", _MIXED, layer=1),
     _case("bfloat16", _MIXED, **_BF16),
     _case("decode", _decode([3, 9, 1, 5], 4)),
-    _case("decode-padded", _decode([3, 0, 1], 6)),
+    _case("decode-padded", _decode([3, 0, 1], 4)),
     _case("decode-fork-beside-its-origin", _decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
     _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
-    _case("decode-snapshots-last-layer", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7}), layers=2, layer=1),
-    _case("decode-2-taps-no-activation", _decode([3, 9], 3), taps=2, activation=None),
-    _case("decode-bfloat16", _decode([3, 9], 3), **_BF16),
+    _case("decode-snapshots-last-layer", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7}), layer=2),
+    _case("decode-2-taps-no-activation", _decode([3, 9], 4), taps=2, activation=None),
+    _case("decode-bfloat16", _decode([3, 9], 4), **_BF16),
     _case("dense", dense_spans(2, 11)),
     _case("dense-shorter-than-taps", dense_spans(3, 2), bias=False),
     _case("dense-bfloat16", dense_spans(2, 11), **_BF16),

@@ -10,6 +10,7 @@ from kernels_pallas.specs import Spec
 
 ROWS = 9  # slots 0..7 and scratch
 SCRATCH = ROWS - 1
+LAYERS = 3
 
 
 def _case(
@@ -20,7 +21,6 @@ def _case(
     groups: int = 1,
     head_dim: int = 4,
     state_size: int = 8,
-    layers: int = 1,
     layer: int = 0,
     dtype: Any = jnp.float32,
     state_dtype: Any = jnp.float32,
@@ -37,7 +37,7 @@ def _case(
         dt = jnp.logaddexp(0.0, normal(T, heads) + dt_bias * signs)
         state = None
         if spans.kind != "dense":
-            state = normal(layers * ROWS, state_size, heads * head_dim).astype(state_dtype)
+            state = normal(LAYERS * ROWS, state_size, heads * head_dim).astype(state_dtype)
         args = (
             normal(T, heads, head_dim).astype(dtype),
             dt,
@@ -105,24 +105,26 @@ SPECS = [
     _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], 8, snapshots=_SNAPSHOTS)),
     _case("snapshots-after-first-token", _ragged([6, 5], [4, 0], 8, snapshots={(0, 1): 5, (1, 1): 6, (1, 2): 7})),
     _case("snapshot-in-every-chunk", _ragged([1], [4], 64, snapshots={(0, 1): 5})),
-    _case("read-elsewhere-and-snapshot", _ragged([11], [4], 8, write=[3], snapshots={(0, 5): 6})),
+    _case(
+        "read-elsewhere-and-snapshot", _ragged([11], [4], 8, write=[3], snapshots={(0, 5): 6, (0, 8): 5, (0, 11): 7})
+    ),
     _case("many-of-one-token", _ragged([1] * 7, [3, 0, 1, 4, 0, 6, 2], 8)),
     _case("groups2-heads6", _MIXED, groups=2, heads=6),
     _case("heads3", _MIXED, heads=3, head_dim=5),
-    _case("second-of-three-layers", _MIXED, layers=3, layer=1),
-    _case("last-of-two-layers-snapshots", _ragged([17, 4], [0, 3], 8, snapshots={(0, 9): 5}), layers=2, layer=1),
+    _case("second-layer", _MIXED, layer=1),
+    _case("last-layer-snapshots", _ragged([17, 4], [0, 3], 8, snapshots={(0, 9): 5, (0, 17): 6, (1, 2): 7}), layer=2),
     _case("bfloat16-activations", _MIXED, dtype=jnp.bfloat16, atol=0.1),
     _case("bfloat16-state", _MIXED, state_dtype=jnp.bfloat16, atol=0.05),
     _case("extreme-dt", _ragged([5, 1, 19, 3], [0, 7, 4, 0], 16), dt_bias=120.0, atol=2e-3),
     _case("mild-and-strong-decays", _ragged([70], [5], 64), dt_bias=2.0, atol=1e-4),
     _case("decode", _decode([3, 9, 1, 5], 4)),
-    _case("decode-padded", _decode([3, 0, 1], 6)),
+    _case("decode-padded", _decode([3, 0, 1], 4)),
     _case("decode-one", _decode([2], 1)),
     _case("decode-fork-beside-its-origin", _decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
     _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
     _case("decode-snapshots", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7})),
     _case("decode-snapshot-in-every-chunk", _decode([3, 7], 2, snapshots={(0, 1): 5, (1, 1): 7})),
-    _case("decode-groups2-heads6-last-layer", _decode([3, 9, 1], 4), groups=2, heads=6, layers=2, layer=1),
+    _case("decode-groups2-heads6-last-layer", _decode([3, 9, 1], 4), groups=2, heads=6, layer=2),
     _case("decode-bfloat16-state", _decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
     _case("decode-extreme-dt", _decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
     _case("dense", dense_spans(2, 64)),

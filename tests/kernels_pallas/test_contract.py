@@ -42,7 +42,7 @@ def _compiled(op: str, options: tuple[str, ...], donated: int | None) -> Any:
     """The op, jitted once for all specs so that those of one shape share an executable."""
     return jax.jit(
         getattr(_load(op)[0], op),
-        static_argnames=(*options, "implementation"),
+        static_argnames=[*(name for name in options if name != "base"), "implementation"],
         donate_argnums=() if donated is None else donated,
     )
 
