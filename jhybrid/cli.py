@@ -261,26 +261,27 @@ COMMANDS = {
 
 def main() -> None:
     """Entry point of `jhybrid`."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="jhybrid", description="Inference engine for hybrid language models on JAX."
-    )
-    level = logging.INFO if isinstance(command, Serve) else logging.WARNING
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
-    )
-    for name in ("jhybrid", "jhybrid_server"):
-        logging.getLogger(name).setLevel(level)
+    asks_json = "--json" in sys.argv
     try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="jhybrid", description="Inference engine for hybrid language models on JAX."
+        )
+        _log_to_stderr(logging.INFO if isinstance(command, Serve) else logging.WARNING)
         command.run()
     except JhybridError as error:
-        if getattr(command, "json", False):
+        if asks_json:
             print(json.dumps({"error": str(error), "field": getattr(error, "field", None)}))
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = RichHandler(console=Console(stderr=True), show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    for name in ("jhybrid", "jhybrid_server"):
+        logging.getLogger(name).setLevel(level)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class EngineConfig:
     num_pages: int | None = None
     """KV pages. None: what memory holds, at most what max_num_seqs sequences of max_model_len need."""
     kv_cache_dtype: str = "auto"
-    """Dtype of KV pages; auto follows dtype."""
+    """Dtype of KV pages; auto follows dtype, but is float32 on CPU, where 16-bit caches are slow."""
     state_dtype: str = "float32"
     """Dtype of the recurrent state: float32 | bfloat16."""
     enable_prefix_caching: bool = False
@@ -46,7 +46,7 @@ class EngineConfig:
     """Tokens of one chunk of the recurrent scans."""
     tensor_parallel_size: int = 1
     """Devices that share each layer."""
-    seed: int = 0
+    base_seed: int = 0
     """Seed from which requests without a seed draw theirs."""
     compilation_cache_dir: str | None = None
     """Directory of JAX's persistent compilation cache. None: $JHYBRID_CACHE_DIR or ~/.cache/jhybrid; "" for off."""

@@ -78,7 +78,7 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None
         self._told: list[Delta] = []  # ends that no step produced: aborts, failures
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.Random(config.base_seed)
         self._names = itertools.count()
         self._compiled_before = compilations.count()
         self._closed = False

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jhybrid.batch import make_buckets
 from jhybrid.cache.arrays import plan_memory, tree_bytes
+from jhybrid.cache.router import Router
 from jhybrid.config import EngineConfig
 from jhybrid.errors import OutOfMemoryError
 from jhybrid.models import abstract_params
@@ -22,12 +23,10 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
 
     The plan leaves out the steps' scratch, which only compiling tells. Raises ConfigError for what cannot be served.
     """
-    model_config, module, router, dtype = read_model(config)
+    model_config, module, parts, dtype = read_model(config)
     max_model_len = choose_max_model_len(config, model_config)
     params = abstract_params(module)
-    parts = model_config.layer_parts(
-        page_size=config.page_size, kv_dtype=dtype, state_dtype=config.state_dtype, conv_dtype=dtype
-    )
+    router = Router(parts)
     layers = [
         {
             "layer": i,
@@ -59,7 +58,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _memory(config: EngineConfig, router: Any, max_model_len: int, weights: int, sampler: int) -> dict[str, Any]:
+def _memory(config: EngineConfig, router: Router, max_model_len: int, weights: int, sampler: int) -> dict[str, Any]:
     try:
         plan = plan_memory(
             router,

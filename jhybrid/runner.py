@@ -86,7 +86,7 @@ def step(
 def _prompt_logprobs(logits_of: Any, hidden: Array, targets: Array) -> tuple[Array, Array, Array]:
     """Log-probabilities of `targets` [T], a block of rows at a time, and only blocks that have targets.
 
-    Logits that are not finite give NaN, which the engine turns into the failure of that sequence.
+    Logits that are not finite give the floor, which the engine turns into the failure of that sequence.
     """
     tokens = hidden.shape[0]
     rows = min(PROMPT_LOGPROB_ROWS, tokens)

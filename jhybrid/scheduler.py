@@ -57,7 +57,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.failed: list[tuple[Sequence, SlotPoolEmptyError]] = []  # refused by the ledger; the engine reports them
         self._arrivals = 0
-        self._steps = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -99,11 +98,11 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when nobody can run. Marks its tokens as dispatched."""
-        self._steps += 1
         shares: dict[Sequence, int] = {}
         budget = self.budget
         preempted = False
-        for sequence in self._by_turn():
+        decodes_first = sorted(self.running, key=lambda s: (s.remaining > 1, s.order))
+        for sequence in decodes_first:
             if sequence.phase is not Phase.RUNNING or budget == 0:
                 continue
             tokens = min(sequence.remaining, budget)
@@ -124,16 +123,12 @@ class Scheduler:
             return None
         return Plan([self._dispatch(s, n) for s, n in shares.items()], admitted)
 
-    def _by_turn(self) -> list[Sequence]:
-        """Running sequences, decodes before prefills; when the budget cannot serve all, the longest unserved first."""
-        if len(self.running) > self.budget:
-            return sorted(self.running, key=lambda s: (s.last_step, s.order))
-        return sorted(self.running, key=lambda s: (s.remaining > 1, s.order))
-
     def _admit(self, shares: dict[Sequence, int], budget: int) -> list[Sequence]:
         """Move sequences from the queue to running while rows, pages and budget last; adds their shares."""
         admitted: list[Sequence] = []
         while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := self._head()) is not None:
+            # A sequence is preempted in a plan that admits nobody, and its last token lands before the next.
+            assert not sequence.pending, (sequence.request_id, sequence.pending)
             needed = self.ledger.pages_for(min(sequence.total + 1, sequence.max_total))
             if self.running and needed > self.ledger.pages.free:
                 break
@@ -155,17 +150,14 @@ class Scheduler:
         return admitted
 
     def _head(self) -> Sequence | None:
-        """First in the queue that is still waiting and whose tokens the host all knows."""
+        """First in the queue that is still waiting."""
         while self._queue and self._queue[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._queue)
-        if not self._queue or self._queue[0][1].pending:
-            return None
-        return self._queue[0][1]
+        return self._queue[0][1] if self._queue else None
 
     def _dispatch(self, sequence: Sequence, tokens: int) -> Item:
         first_pos = sequence.dispatched
         sequence.dispatched += tokens
-        sequence.last_step = self._steps
         samples = sequence.dispatched == sequence.total and sequence.total < sequence.max_total
         assert sequence.holding is not None
         item = Item(sequence, sequence.holding, first_pos, tokens, samples, sequence.total - sequence.prompt_len)

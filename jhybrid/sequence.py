@@ -46,7 +46,6 @@ class Sequence:
     holding: Holding | None = None
     dispatched: int = 0
     pending: int = 0
-    last_step: int = -1  # number of the last step it was in
     preemptions: int = 0
     cached_tokens: int = 0
     text: str = ""

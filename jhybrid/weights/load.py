@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jhybrid.batch import make_buckets
-from jhybrid.cache.router import Router
+from jhybrid.cache.router import Part, Router
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
 from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, read_config
@@ -71,33 +71,33 @@ def find_model(model: str) -> Path:
     return directory
 
 
-def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, Router, str]:
-    """A model's config, module, router and dtype. Reads no weights."""
+def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple[Part, ...]], str]:
+    """A model's config, module, the cache parts of its layers, and dtype. Reads no weights."""
     model_config = read_config(find_model(config.model))
     dtype = _dtype(config.dtype)
     module = family_for(model_config).module(model_config, jnp.dtype(dtype))
-    router = Router(
-        model_config.layer_parts(
-            page_size=config.page_size,
-            kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-            state_dtype=config.state_dtype,
-            conv_dtype=dtype,
-        )
+    # XLA's CPU code updates a 16-bit array by way of float32 copies of the whole of it.
+    cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
+    parts = model_config.layer_parts(
+        page_size=config.page_size,
+        kv_dtype=cache_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        state_dtype=config.state_dtype,
+        conv_dtype=cache_dtype,
     )
-    return model_config, module, router, dtype
+    return model_config, module, parts, dtype
 
 
 def load_model(config: EngineConfig) -> Model:
     """Read the config, then stream the weights to their place. Raises ConfigError or WeightsError."""
     started = time.perf_counter()
     directory = find_model(config.model)
-    model_config, module, router, dtype = read_model(config)
+    model_config, module, parts, dtype = read_model(config)
     if config.enable_prefix_caching:
         log.warning("enable_prefix_caching: prefixes are not shared between requests yet; every prompt is computed")
     max_model_len = choose_max_model_len(config, model_config)
     shapes = abstract_params(module)
     if config.load_format == "dummy":
-        params = init_params(module, jax.random.key(config.seed))
+        params = init_params(module, jax.random.key(config.base_seed))
     elif is_orbax(directory):
         params = load_orbax(directory, shapes)
     else:
@@ -112,7 +112,7 @@ def load_model(config: EngineConfig) -> Model:
         config=model_config,
         module=module,
         params=params,
-        router=router,
+        router=Router(parts),
         tokenizer=tokenizer,
         eos_token_ids=frozenset(read_eos_token_ids(directory, own[0] if own else None)),
         vocab_size=model_config.vocab_size,
