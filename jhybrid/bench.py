@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -105,7 +105,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
     }
 
 

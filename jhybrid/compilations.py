@@ -19,7 +19,7 @@ _starting = 0  # engines that are starting now
 _count = 0
 
 
-def _on_event(event: str, _seconds: float, **_: object) -> None:
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     global _count
     if event == "/jax/core/compile/backend_compile_duration":
         with _lock:
@@ -41,7 +41,7 @@ def keep_in(directory: Path | None) -> None:
             log.warning("compilation_cache_dir %s cannot be used (%s); every start compiles anew", directory, error)
             directory = None
     wanted = str(directory) if directory is not None else None
-    if jax.config.jax_compilation_cache_dir == wanted:
+    if jax.config.jax_compilation_cache_dir == wanted:  # pyright: ignore[reportAttributeAccessIssue]
         return
     jax.config.update("jax_compilation_cache_dir", wanted)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

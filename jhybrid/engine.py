@@ -17,7 +17,7 @@ from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
 from jhybrid.intake import Intake
-from jhybrid.request import Completion, Delta, Output, Request, SamplingParams
+from jhybrid.request import Completion, Delta, Output, Request, SamplingParams, TokenLogprobs
 from jhybrid.results import adjustments, prompt_entries, sampled_entry
 from jhybrid.runner import Runner, StepHandle, StepResult
 from jhybrid.scheduler import Item, Plan, Scheduler
@@ -107,6 +107,7 @@ class Engine:
     def _sequence(self, name: str, index: int, request: Request, prompt: list[int]) -> Sequence:
         sampling = request.sampling
         given = sampling.seed
+        entries: list[TokenLogprobs | None] = [None] * len(prompt)
         wants_prompt = sampling.prompt_logprobs is not None and index == 0
         return Sequence(
             request_id=name,
@@ -124,7 +125,7 @@ class Engine:
                 skip_special_tokens=sampling.skip_special_tokens,
                 min_tokens=sampling.min_tokens,
             ),
-            prompt_logprobs=[None] * len(prompt) if wants_prompt else None,
+            prompt_logprobs=entries if wants_prompt else None,
             submitted_at=time.monotonic(),
         )
 

@@ -2,7 +2,7 @@
 
 
 class RowPool:
-    """Numbers 0..size-1, each free or taken. The ledger keeps one pool for pages, one for slots, one for sampler rows."""
+    """Numbers 0..size-1, each free or taken. The ledger keeps one for pages, one for slots, one for sampler rows."""
 
     def __init__(self, kind: str, size: int):
         self.kind = kind

@@ -21,6 +21,7 @@ def token_losses(model: nn.Module, params: Mapping[str, Any], rows: Array, spans
     """[B, L] float32: minus the log-probability (nats) of each token of rows [B, L + 1] given those before it."""
     hidden, _ = model.apply({"params": params}, rows[:, :-1].reshape(-1), NoCache(), spans)  # [B * L, M]
     logits = model.apply({"params": params}, hidden, method="logits")  # [B * L, V]
+    assert isinstance(logits, Array)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:].reshape(-1))
     return losses.reshape(rows.shape[0], -1)
 

@@ -1,8 +1,8 @@
-"""Optimizer: Muon for the matrices inside layers, AdamW for all else, under one warm-up, constant, decay schedule.
+"""Optimizer: Muon for the matrices inside layers, AdamW for all else, both with Nesterov momentum.
 
-Muon (Jordan 2024; scaled as in arXiv:2502.16982, so that one learning rate serves both) reaches a given loss in
-clearly fewer tokens than AdamW, and tokens are what a small machine is short of. The learning rate is constant until
-the final decay: a run can be lengthened, from any point before the decay, and equal one that was planned so.
+Muon (Jordan 2024; scaled as in arXiv:2502.16982, so that one learning rate serves both) is known to need fewer tokens
+than AdamW for the same loss, and tokens are what a small machine is short of. The learning rate rises, stays, and falls
+at the end: a run can be lengthened, from any point before the fall, and equal one that was planned so.
 """
 
 from typing import Any

@@ -108,7 +108,7 @@ class Trainer:
 
     def _start(self) -> TrainState:
         params = init_params(self._model, jax.random.key(self._recipe.seed))
-        state = TrainState(0, params, self._optimizer.init(params))
+        state = TrainState(0, params, jax.jit(self._optimizer.init)(params))
         step = last_step(self._output) if self._config.resume else None
         if step is not None:
             state.params, state.opt_state = restore_state(
@@ -151,7 +151,9 @@ class Trainer:
             "heldout_bits_per_byte": round(heldout, 4),
             "recipe": asdict(self._recipe),
         }
-        save_orbax(self._output, self._hf_config | self._recipe.published, published_params(state.params), metadata)
+        save_orbax(
+            self._output, {**self._hf_config, **self._recipe.published}, published_params(state.params), metadata
+        )
         save_tokenizer(self._tokenizer, self._output, self._hf_config["max_position_embeddings"])
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.ssd.decay import STRONGEST, decay_between, split_cumsum
+from kernels_pallas.ssd.decay import STRONGEST, SplitSum, decay_between, split_cumsum
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -46,11 +46,12 @@ def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Arra
     (Q, width), H, G = xdt.shape, log_decay.shape[1], B.shape[0]
     P = width // H
     cumulative = split_cumsum(log_decay)  # [Q, H]
-    total = tuple(c[-1:] for c in cumulative)
+    total: SplitSum = (cumulative[0][-1:], cumulative[1][-1:])
     zero = (jnp.zeros((1, H)), jnp.zeros((1, H)))
 
     # y_i = sum_{j<=i} (C_i B_j) decay(i, j) xdt_j
-    later, earlier = (tuple(c.T[at] for c in cumulative) for at in (jnp.s_[:, :, None], jnp.s_[:, None, :]))
+    exact, small = (c.T for c in cumulative)  # [H, Q]
+    later, earlier = ((exact[at], small[at]) for at in (jnp.s_[:, :, None], jnp.s_[:, None, :]))
     between = decay_between(later, earlier, jnp.tril(jnp.ones((Q, Q), bool)))  # [H, Q, Q]
     scores = jnp.einsum("ign,gnj->gij", C, B, precision=HIGHEST)
     mixed = (between.reshape(G, H // G, Q, Q) * scores[:, None]).reshape(H, Q, Q)

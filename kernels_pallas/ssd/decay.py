@@ -7,8 +7,10 @@ from jax import Array, lax
 STRONGEST = -100.0
 COARSE_STEP = 2.0**-8
 
+SplitSum = tuple[Array, Array]  # the exact part of a sum and the small rest
 
-def split_cumsum(log_decay: Array) -> tuple[Array, Array]:
+
+def split_cumsum(log_decay: Array) -> SplitSum:
     """Inclusive cumulative sums over axis -2 of log_decay [..., Q, H] <= 0, as an exact and a small part.
 
     One token with a strong decay makes a plain float32 cumulative sum so large that the differences after it
@@ -24,7 +26,7 @@ def split_cumsum(log_decay: Array) -> tuple[Array, Array]:
     return exact, small
 
 
-def decay_between(later: tuple[Array, Array], earlier: tuple[Array, Array], mask: Array | None = None) -> Array:
+def decay_between(later: SplitSum, earlier: SplitSum, mask: Array | None = None) -> Array:
     """exp(later - earlier) of two split cumulative sums, computed part by part; 0 where `mask` is False.
 
     Masked before the exponential: where "later" is earlier the difference is positive and overflows, which

@@ -1,5 +1,6 @@
 """The cases on which every implementation of ssd is tested."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -128,7 +129,7 @@ SPECS = [
     _case("decode-bfloat16-state", _decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
     _case("decode-extreme-dt", _decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
     _case("dense", dense_spans(2, 64)),
-    _case("dense-odd", dense_spans(3, 71)),
+    _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
     _case("dense-short-groups2-heads6", dense_spans(2, 5), groups=2, heads=6),
     _case("dense-bfloat16", dense_spans(2, 20), dtype=jnp.bfloat16, atol=0.1),
     _case("dense-extreme-dt", dense_spans(2, 70), dt_bias=120.0, atol=2e-3),

@@ -15,6 +15,7 @@ from kernels_pallas.ssd.dense import ssd_dense
 # for the output. 32 is the fastest of 8, 16, 32, 64 and the whole row on a CPU with 2 MB of cache per core.
 STATE_BLOCK = 32
 
+Carry = tuple[Array, Array, Array]  # y [T + Q, H*P], h [N, H*P] float32, state
 Tokens = tuple[Array, Array, Array, Array]  # xdt [T, H*P], log_decay [T, H], B [T, G, N], C [T, G, N], float32
 
 
@@ -60,7 +61,6 @@ def _chunks(
     # Transposed once for all: the products with B [N, Q] are several times slower with B [Q, N] on CPU.
     B = jnp.moveaxis(B, 0, -1)
     has_snapshot = chunk_has_snapshot(spans)
-    Carry = tuple[Array, Array, Array]  # y, h [N, H*P] float32, state
 
     def load(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, seq = carry[1], spans.chunk_seq[c]
