@@ -5,7 +5,7 @@ class JhybridError(Exception):
     """Root of every error that this package raises on purpose."""
 
 
-class ConfigError(JhybridError, ValueError):
+class ConfigError(JhybridError):
     """An engine or model configuration that cannot work; `field` names the culprit."""
 
     def __init__(self, field: str, message: str):

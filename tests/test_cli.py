@@ -40,7 +40,7 @@ def test_generate_streams_text_and_json_agrees(run):
     assert completion["text"] + "\n" == text
     assert len(completion["token_ids"]) == 12
     assert completion["finish_reason"] == "length"
-    code, both, _ = run(*asked, "The king", "--n", "2")
+    code, both, _ = run(*asked, "--prompt", "My lord", "The king", "--n", "2")
     assert code == 0
     assert both.count("---") == 4
 
@@ -106,7 +106,6 @@ def broken(tmp_path: Path, name: str) -> Path:
         ("good", ["--max-model-len", "1048576"], "max_model_len"),
         ("good", ["--dtype", "int3"], "dtype"),
         ("good", ["--temperature", "nan"], "temperature"),
-        ("good", ["--max-tokens", "1000000"], "max_tokens"),
         ("good", ["--n", "0"], "n: 0"),
         ("good", [], "prompt: this model has no tokenizer"),
     ],
@@ -118,6 +117,12 @@ def test_what_is_wrong_is_said_in_one_line(run, tmp_path: Path, name: str, flags
     assert message in err
     assert "Traceback" not in err
     assert message in json.loads(out)["error"]
+
+
+def test_an_answer_that_cannot_fit(run):
+    code, _, err = run("generate", "--model", "demo", *SMALL, "--prompt", "x", "--max-tokens", "1000000")
+    assert code == 2
+    assert err.startswith("error: max_tokens: 1000000")
 
 
 def test_a_model_that_is_not_there(run):
