@@ -19,7 +19,10 @@ from jhybrid.train.text import (
     train_tokenizer,
 )
 
-PLAY = "THE PLAY\n\nby William Shakespeare\n\n\n\nACT I.\n\nSCENE I. A  room.\n\n  KING.\nWhat news?   \n" + "Speak, man!\n" * 30
+PLAY = (
+    "THE PLAY\n\nby William Shakespeare\n\n\n\nACT I.\n\nSCENE I. A  room.\n\n  KING.\nWhat news?   \n"
+    + "Speak, man!\n" * 30
+)
 PLAY += "\nSCENE II. A field.\n\nFOOL.\nNone, sir; 'tis caf\xe9-quiet.\n"
 
 
