@@ -15,10 +15,10 @@ demo: $(STAMP)  ## install, start the server on the embedded model, stream an an
 	$(BIN)/python examples/serve_and_stream.py
 
 test: $(STAMP)  ## the tests, long ones excepted
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-long: $(STAMP)  ## every test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

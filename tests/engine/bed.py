@@ -6,34 +6,46 @@ idle with everything given back, which the fixtures in conftest.py check.
 
 import contextlib
 import dataclasses
+import fcntl
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from jhybrid import Delta, Engine, EngineConfig, Output, Request, SamplingParams
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-MODELS = ("nemotron_h_moe", "granite_dense", "mamba2", "llama")
-HYBRIDS = ("nemotron_h_moe", "granite_dense")
+MODELS = (
+    "nemotron_h_moe",
+    "llama",
+    pytest.param("granite_dense", marks=pytest.mark.slow),
+    pytest.param("mamba2", marks=pytest.mark.slow),
+)
+HYBRIDS = ("nemotron_h_moe", pytest.param("granite_dense", marks=pytest.mark.slow))
 PROMPT_LEN = 97
 
 
 @cache
 def engine_of(model: str) -> Engine:
-    return Engine(
-        EngineConfig(
-            model=str(GOLDEN / model),
-            dtype="float32",
-            max_num_seqs=4,
-            max_model_len=256,
-            page_size=8,
-            max_num_batched_tokens=128,
-            chunk_size=16,
-        )
+    """One test process compiles at a time; the next finds the executables in the shared folder."""
+    config = EngineConfig(
+        model=str(GOLDEN / model),
+        dtype="float32",
+        max_num_seqs=4,
+        max_model_len=256,
+        page_size=8,
+        max_num_batched_tokens=128,
+        chunk_size=16,
     )
+    folder = config.compilation_cache()
+    assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Engine(config)
 
 
 @cache
