@@ -1,5 +1,8 @@
 """The update of one state by one token, and by one chunk of tokens (the quadratic form of state-space duality)."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -36,6 +39,22 @@ def sum_into_state(B: Array, xdt: Array) -> Array:
     return jnp.einsum("gnq,qgr->ngr", B, xdt.reshape(Q, G, width // G), precision=HIGHEST).reshape(N, width)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def for_heads(scores: Array, heads: int) -> Array:
+    """[G, heads, Q, Q]: scores [G, Q, Q], the same for each head of a group.
+
+    The gradient sums over heads by a product with ones: as a sum it takes longer on CPU than all the rest.
+    """
+    return jnp.broadcast_to(scores[:, None], (scores.shape[0], heads, *scores.shape[1:]))
+
+
+def _for_heads_gradient(heads: int, _: None, gradient: Array) -> tuple[Array]:
+    return (jnp.einsum("h,ghij->gij", jnp.ones(heads), gradient, precision=HIGHEST),)
+
+
+for_heads.defvjp(lambda scores, heads: (for_heads(scores, heads), None), _for_heads_gradient)
+
+
 def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Array, Array, Array, Array]:
     """What the tokens of a chunk do among themselves, and how they meet the state before it.
 
@@ -54,7 +73,7 @@ def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Arra
     later, earlier = ((exact[at], small[at]) for at in (jnp.s_[:, :, None], jnp.s_[:, None, :]))
     between = decay_between(later, earlier, jnp.tril(jnp.ones((Q, Q), bool)))  # [H, Q, Q]
     scores = jnp.einsum("ign,gnj->gij", C, B, precision=HIGHEST)
-    mixed = (between.reshape(G, H // G, Q, Q) * scores[:, None]).reshape(H, Q, Q)
+    mixed = (between.reshape(G, H // G, Q, Q) * for_heads(scores, H // G)).reshape(H, Q, Q)
     by_head = xdt.reshape(Q, H, P).swapaxes(0, 1)  # [H, Q, P]
     y = jnp.einsum("hij,hjp->hip", mixed, by_head, precision=HIGHEST).swapaxes(0, 1).reshape(Q, width)
 
