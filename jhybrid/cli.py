@@ -243,7 +243,7 @@ class Train:
     run_: OmitArgPrefixes[TrainConfig]
 
     def run(self) -> None:
-        from jhybrid.train import train
+        from jhybrid.train.trainer import train
 
         train(self.run_)
 

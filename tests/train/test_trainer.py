@@ -13,11 +13,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jhybrid.errors import ConfigError
 from jhybrid.models import abstract_params, family_of, init_params, read_config
 from jhybrid.tokenizer import load_tokenizer
-from jhybrid.train import Recipe, TrainConfig, bits_per_byte, train
-from jhybrid.train.bits_per_byte import BitsPerByte, score_windows, token_losses
+from jhybrid.train.bits_per_byte import BitsPerByte, bits_per_byte, score_windows, token_losses
 from jhybrid.train.optimizer import make_optimizer, schedule
+from jhybrid.train.recipe import Recipe, TrainConfig
 from jhybrid.train.text import BOS_ID, encode, train_tokenizer
-from jhybrid.train.trainer import make_step, published_params
+from jhybrid.train.trainer import make_step, published_params, train
 from jhybrid.weights.orbax import is_orbax, load_orbax
 from kernels_pallas.spans import dense_spans
 
