@@ -127,8 +127,6 @@ class Scheduler:
         """Move sequences from the queue to running while rows, pages and budget last; adds their shares."""
         admitted: list[Sequence] = []
         while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := self._head()) is not None:
-            # A sequence is preempted in a plan that admits nobody, and its last token lands before the next.
-            assert not sequence.pending, (sequence.request_id, sequence.pending)
             needed = self.ledger.pages_for(min(sequence.total + 1, sequence.max_total))
             if self.running and needed > self.ledger.pages.free:
                 break
@@ -150,10 +148,10 @@ class Scheduler:
         return admitted
 
     def _head(self) -> Sequence | None:
-        """First in the queue that is still waiting."""
+        """First in the queue that is still waiting; None while its last token, sampled in another row, is under way."""
         while self._queue and self._queue[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._queue)
-        return self._queue[0][1] if self._queue else None
+        return self._queue[0][1] if self._queue and not self._queue[0][1].pending else None
 
     def _dispatch(self, sequence: Sequence, tokens: int) -> Item:
         first_pos = sequence.dispatched
