@@ -19,11 +19,11 @@ class EngineConfig:
     model: str = "demo"
     """Hugging Face directory, Orbax directory, or `demo` for the embedded model."""
     dtype: str = "auto"
-    """Weights and activations: auto | float32 | bfloat16. auto is float32 on CPU, else the checkpoint's own."""
+    """Weights and activations: auto | float32 | bfloat16. auto is float32 on CPU, else bfloat16."""
     load_format: str = "auto"
     """auto reads the checkpoint; dummy gives random weights to a directory that has only a config.json."""
     max_model_len: int | None = None
-    """Most tokens of prompt and answer together. None: the model's own limit, lowered to what memory holds."""
+    """Most tokens of prompt and answer together. None: the model's own limit, or what num_pages hold."""
     max_num_seqs: int = 16
     """Sequences that may run at once; also the number of state slots."""
     max_num_batched_tokens: int = 512
@@ -37,7 +37,7 @@ class EngineConfig:
     state_dtype: str = "float32"
     """Dtype of the recurrent state: float32 | bfloat16."""
     enable_prefix_caching: bool = False
-    """Reuse the cache of shared prompt prefixes."""
+    """Reuse the cache of shared prompt prefixes. Nothing does so yet; refused for models with recurrent layers."""
     memory_fraction: float | None = None
     """Share of the device's free memory that weights, caches and scratch may take together. None: 0.9, on CPU 0.4."""
     max_queue: int = 4096

@@ -7,7 +7,9 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 from jhybrid import compilations
@@ -91,7 +93,7 @@ class Engine:
             raise EngineDeadError("the engine is closed")
         prompt = self.intake.check(request)
         name = request.request_id or f"req-{next(self._names)}"
-        if name in self._sequences:
+        if name in self._sequences or any(delta.request_id == name for delta in self._told):
             raise RequestError("request_id", f"{name!r} is already running; choose another or leave it out")
         n = request.sampling.n
         if self.scheduler.num_waiting + n > self.config.max_queue:
@@ -126,7 +128,6 @@ class Engine:
                 min_tokens=sampling.min_tokens,
             ),
             prompt_logprobs=entries if wants_prompt else None,
-            submitted_at=time.monotonic(),
         )
 
     def abort(self, request_id: str) -> bool:
@@ -149,7 +150,8 @@ class Engine:
         """Start the next step and take in the one before. Returns what became known."""
         with self.stats.timed("step"):
             plan = self.scheduler.plan()
-            before, self._flight = self._flight, self._launch(plan)
+            before, self._flight = self._flight, None  # a launch that fails leaves the step before it alone
+            self._flight = self._launch(plan)
             deltas = self._land(before)
             if not self.config.async_scheduling:
                 before, self._flight = self._flight, None
@@ -237,8 +239,6 @@ class Engine:
             return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
         sequence.token_ids.append(token)
         self.stats.output_tokens += 1
-        if sequence.first_token_at is None:
-            sequence.first_token_at = time.monotonic()
         delta = self._delta(sequence, token_ids=[token])
         if sampling.logprobs is not None:
             delta.logprobs = [sampled_entry(result, i, token, sampling.logprobs)]
@@ -262,9 +262,7 @@ class Engine:
 
     def _delta(self, sequence: Sequence, **fields: object) -> Delta:
         delta = Delta(sequence.request_id, sequence.index, cached_tokens=sequence.cached_tokens, **fields)  # pyright: ignore[reportArgumentType]
-        if sequence.prompt_logprobs is not None and not sequence.prompt_logprobs_sent:
-            delta.prompt_logprobs = sequence.prompt_logprobs
-            sequence.prompt_logprobs_sent = True
+        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None  # once
         return delta
 
     def _failure(self, sequence: Sequence, error: Exception) -> Delta:
@@ -283,42 +281,63 @@ class Engine:
     # whole answers
 
     def stream(self, request: Request) -> Iterator[Delta]:
-        """The deltas of one request as they come. Leaving the iterator early aborts it."""
+        """The deltas of one request as they come. Leaving the iterator early aborts it. Streams may be interleaved."""
         name = self.submit(request)
         try:
             left = request.sampling.n
             while left:
-                for delta in self.step():
-                    if delta.request_id == name:
-                        left -= delta.finish_reason is not None
-                        yield delta
+                for delta in self._step_of({name}):
+                    left -= delta.finish_reason is not None
+                    yield delta
         finally:
-            self.abort(name)
-            self._settle()
+            self._leave({name})
 
     def generate(self, requests: Iterable[Request]) -> list[Output]:
-        """Answer requests, in their order. A request that is refused raises before anything runs."""
-        requests = list(requests)
-        prompts = [self.intake.check(request) for request in requests]
+        """Answer requests, in their order. If one is refused, none of them runs on."""
+        waiting: deque[Request] = deque()
+        names: set[str] = set()
+        for request in requests:
+            prompt = self.intake.check(request)
+            if request.request_id in names:
+                raise RequestError("request_id", f"{request.request_id!r} is given twice; choose another")
+            if request.request_id:
+                names.add(request.request_id)
+            waiting.append(replace(request, prompt=None, prompt_token_ids=prompt))
+        left = sum(request.sampling.n for request in waiting)
         outputs: dict[str, Output] = {}
-        order: list[str] = []
-        waiting = iter(zip(requests, prompts, strict=True))
-        following = next(waiting, None)
-        while following or not all(o.finished for o in outputs.values()):
-            while following and (
-                not self.scheduler.num_waiting
-                or self.scheduler.num_waiting + following[0].sampling.n <= self.config.max_queue
-            ):
-                request, prompt = following
-                name = self.submit(request)
-                order.append(name)
-                outputs[name] = Output(name, prompt, [Completion(i) for i in range(request.sampling.n)])
-                following = next(waiting, None)
-            for delta in self.step():
-                if delta.request_id in outputs:
+        try:
+            while left:
+                while waiting and self._takes(waiting[0].sampling.n):
+                    request = waiting.popleft()
+                    name = self.submit(request)
+                    answers = [Completion(i) for i in range(request.sampling.n)]
+                    outputs[name] = Output(name, request.prompt_token_ids or [], answers)
+                for delta in self._step_of(outputs):
+                    left -= delta.finish_reason is not None
                     outputs[delta.request_id].add(delta)
+        finally:
+            self._leave(outputs)
+        return list(outputs.values())
+
+    def _takes(self, n: int) -> bool:
+        """Whether the queue has room for `n` sequences; an empty one lets `submit` say why it has not."""
+        waiting = self.scheduler.num_waiting
+        return not waiting or waiting + n <= self.config.max_queue
+
+    def _step_of(self, names: Container[str]) -> list[Delta]:
+        """What a step made known of some requests. Deltas of others are kept for the next who steps."""
+        mine, others = [], []
+        for delta in self.step():
+            (mine if delta.request_id in names else others).append(delta)
+        self._told = others
+        return mine
+
+    def _leave(self, names: Collection[str]) -> None:
+        """Nobody listens to these requests any more: end them, and forget what was still to be told of them."""
+        for name in names:
+            self.abort(name)
+        self._told = [delta for delta in self._told if delta.request_id not in names]
         self._settle()
-        return [outputs[name] for name in order]
 
     def _settle(self) -> None:
         """Take in a last step that was started for sequences which have ended since."""

@@ -63,6 +63,12 @@ class Intake:
         ids = self.model.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         if not ids:
             raise RequestError("prompt", "is empty and the tokenizer adds no token of its own; give some text")
+        if max(ids) >= self.model.vocab_size:
+            raise RequestError(
+                "prompt",
+                f"has token {max(ids)} of the tokenizer, the model has {self.model.vocab_size}; leave that text out, "
+                "or use the tokenizer that belongs to the model",
+            )
         return ids
 
     def _check_length(self, request: Request, length: int) -> None:

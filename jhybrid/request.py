@@ -1,6 +1,7 @@
 """Request, its sampling parameters, and what comes back. Called by everyone who asks something of the engine."""
 
 import math
+import sys
 from dataclasses import dataclass, field
 
 from jhybrid.errors import RequestError
@@ -74,6 +75,10 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise RequestError("stop", f"{text!r} is not a non-empty string; remove it")
+        if not isinstance(self.stop_token_ids, list | tuple):
+            raise RequestError("stop_token_ids", f"must be a list of integers, got {self.stop_token_ids!r}")
+        if not isinstance(self.logit_bias, dict):
+            raise RequestError("logit_bias", f"must map token ids to numbers, got {self.logit_bias!r}")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, vocab_size - 1)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -187,7 +192,7 @@ def _integer(name: str, value: object, low: int | None, high: int | None, *, opt
 def _number(name: str, value: object, low: float | None, high: float | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(name, f"must be a number, got {value!r}")
-    if not math.isfinite(value):
+    if abs(value) > sys.float_info.max or math.isnan(value):
         raise RequestError(name, f"must be finite, got {value!r}")
     _range(name, value, low, high)
 

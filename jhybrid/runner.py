@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -168,7 +168,8 @@ class Runner:
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
             rest = [b for b in self.buckets if b != largest]
             list(pool.map(lambda bucket: self._compile(bucket, final, sampler), rest))
-        return plan(scratch=max(self._scratch(b) for b in self.buckets))
+        # The executables are made for this number of pages, also if a smaller bucket turned out to need more scratch.
+        return replace(final, scratch=max(self._scratch(b) for b in self.buckets))
 
     def _compile(self, bucket: Bucket, memory: MemoryPlan, sampler: Any) -> None:
         start = time.perf_counter()

@@ -48,11 +48,7 @@ class Sequence:
     pending: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
-    text: str = ""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    prompt_logprobs_sent: bool = False
-    submitted_at: float = 0.0
-    first_token_at: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
 
     @property
     def num_outputs(self) -> int:
@@ -67,7 +63,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens that exist and were not given to the device, except a last one that nothing follows."""
-        return min(self.total, self.computable) - self.dispatched
+        return min(len(self.token_ids) + self.pending, self.computable) - self.dispatched
 
     @property
     def computable(self) -> int:

@@ -502,3 +502,70 @@ def test_a_failed_step_fails_its_sequences_and_no_others(asynchronous, kind):
     assert 0 < len(met) < 6
     assert all(f"injected: {kind}" in (life.outputs[name].error or "") for name in met)
     assert not life.runner.lost
+
+
+def small_config() -> EngineConfig:
+    return EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, page_size=4, num_pages=64, compilation_cache_dir="")
+
+
+def asks(count: int, **options) -> list[Request]:
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
+    return [Request(prompt_token_ids=[i, 2, 3], sampling=sampling, **options) for i in range(count)]
+
+
+def right(request: Request) -> list[int]:
+    return expected_tokens(list(request.prompt_token_ids or []), request.sampling)
+
+
+def test_interleaved_streams_take_nothing_from_each_other():
+    engine, _ = toy_engine(small_config())
+    first, second, third = asks(3)
+    streams = [engine.stream(first), engine.stream(second)]
+    tokens = [list(next(stream).token_ids) for stream in streams]
+    assert engine.generate([third])[0].token_ids == right(third)
+    for got, stream in zip(tokens, streams, strict=True):
+        for delta in stream:
+            got.extend(delta.token_ids)
+    assert tokens == [right(first), right(second)]
+    assert not engine.has_work
+
+
+def test_an_id_left_early_can_be_used_again():
+    engine, _ = toy_engine(small_config())
+    [request] = asks(1, request_id="again")
+    stream = engine.stream(request)
+    next(stream)
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert not engine.has_work
+    assert engine.generate([request])[0].token_ids == right(request)
+
+
+def test_a_refusal_among_several_leaves_nothing_running():
+    engine, _ = toy_engine(small_config())
+    with pytest.raises(RequestError, match="request_id"):
+        engine.generate(asks(2, request_id="twice"))
+    engine.submit(asks(1, request_id="b")[0])
+    with pytest.raises(RequestError, match="request_id"):
+        engine.generate([*asks(1), *asks(1, request_id="b")])
+    assert engine.scheduler.num_waiting + len(engine.scheduler.running) == 1
+
+
+def test_a_launch_that_takes_the_caches_leaves_the_step_before_it_alone():
+    """That step's results are on their way: a sequence that needs no more than them ends well."""
+    engine, runner = toy_engine(small_config())
+    once = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    first, second = Request(prompt_token_ids=[1, 2], sampling=once), Request(prompt_token_ids=[3], sampling=once)
+    names = [engine.submit(first)]
+    assert not engine.step()
+    names.append(engine.submit(second))
+    run = runner.run
+
+    def broken(_: Batch):
+        runner.run, runner.lost = run, True
+        raise RuntimeError("out of memory")
+
+    runner.run = broken
+    ends = {delta.request_id: delta for delta in engine.step()}
+    assert (ends[names[0]].finish_reason, ends[names[0]].token_ids) == ("length", right(first))
+    assert ends[names[1]].finish_reason == "error"
+    assert not engine.has_work and not runner.lost

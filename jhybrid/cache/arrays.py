@@ -77,7 +77,7 @@ def plan_memory(
         )
     pages = 0
     if router.has_pages:
-        fits = left // router.bytes_per_page - 1
+        fits = max(0, left // router.bytes_per_page - 1)
         pages = num_pages if num_pages is not None else min(fits, max_num_seqs * pages_per_seq)
         if pages > fits:
             raise OutOfMemoryError(

@@ -111,5 +111,5 @@ class Experts(nn.Module):
 
 def _router_logits(module: nn.Module, x: Array, num_experts: int, hidden_size: int) -> Array:
     """[T, E] float32: routing flips on rounding, so its product is never in a narrower type."""
-    weight = module.param("weight", nn.initializers.normal(INIT_STD), (num_experts, hidden_size), jnp.float32)
+    weight = parameter(module, "weight", nn.initializers.normal(INIT_STD), (num_experts, hidden_size), jnp.float32)
     return linear(x.astype(jnp.float32), weight)

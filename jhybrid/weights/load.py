@@ -84,6 +84,12 @@ def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple
         state_dtype=config.state_dtype,
         conv_dtype=cache_dtype,
     )
+    if config.enable_prefix_caching:
+        if any(part.unit == "slot" for layer in parts for part in layer):
+            raise ConfigError(
+                "enable_prefix_caching", "needs snapshots of the recurrent state, which are not kept yet; leave it off"
+            )
+        log.warning("enable_prefix_caching: prefixes are not shared between requests yet; every prompt is computed")
     return model_config, module, parts, dtype
 
 
@@ -92,8 +98,6 @@ def load_model(config: EngineConfig) -> Model:
     started = time.perf_counter()
     directory = find_model(config.model)
     model_config, module, parts, dtype = read_model(config)
-    if config.enable_prefix_caching:
-        log.warning("enable_prefix_caching: prefixes are not shared between requests yet; every prompt is computed")
     max_model_len = choose_max_model_len(config, model_config)
     shapes = abstract_params(module)
     if config.load_format == "dummy":
