@@ -1,6 +1,7 @@
 """The update of one state by one token, and by one chunk of tokens (the quadratic form of state-space duality)."""
 
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,8 @@ def within_chunk(xdt: Array, log_decay: Array, B: Array, C: Array) -> tuple[Arra
     later, earlier = ((exact[at], small[at]) for at in (jnp.s_[:, :, None], jnp.s_[:, None, :]))
     between = decay_between(later, earlier, jnp.tril(jnp.ones((Q, Q), bool)))  # [H, Q, Q]
     scores = jnp.einsum("ign,gnj->gij", C, B, precision=HIGHEST)
-    mixed = (between.reshape(G, H // G, Q, Q) * for_heads(scores, H // G)).reshape(H, Q, Q)
+    scores = cast(Array, for_heads(scores, H // G))  # [G, H/G, Q, Q]
+    mixed = (between.reshape(scores.shape) * scores).reshape(H, Q, Q)
     by_head = xdt.reshape(Q, H, P).swapaxes(0, 1)  # [H, Q, P]
     y = jnp.einsum("hij,hjp->hip", mixed, by_head, precision=HIGHEST).swapaxes(0, 1).reshape(Q, width)
 
