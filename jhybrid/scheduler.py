@@ -4,6 +4,7 @@ Called by the engine alone. It sees memory only through the ledger. Nothing here
 the number of waiting sequences: the queue is a heap, and an abort leaves a tombstone in it.
 """
 
+import bisect
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Scheduler:
         self.ledger = ledger
         self.max_num_seqs = max_num_seqs
         self.budget = max_num_batched_tokens
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # by order
         self._queue: list[tuple[tuple[int, int], Sequence]] = []
         self.num_waiting = 0
         self.num_preemptions = 0
@@ -101,16 +102,15 @@ class Scheduler:
         shares: dict[Sequence, int] = {}
         budget = self.budget
         preempted = False
-        decodes_first = sorted(self.running, key=lambda s: (s.remaining > 1, s.order))
-        for sequence in decodes_first:
-            if sequence.phase is not Phase.RUNNING or budget == 0:
-                continue
-            tokens = min(sequence.remaining, budget)
-            if tokens <= 0:
+        wanted = [(sequence, sequence.remaining) for sequence in self.running]
+        wanted.sort(key=lambda entry: entry[1] > 1)  # decodes before prefills, each in order
+        for sequence, remaining in wanted:
+            tokens = min(remaining, budget)
+            if tokens <= 0 or sequence.phase is not Phase.RUNNING:
                 continue
             while not self.ledger.reserve(sequence, sequence.dispatched + tokens):
                 preempted = True
-                victim = max(self.running, key=lambda s: s.order)
+                victim = self.running[-1]
                 budget += shares.pop(victim, 0)
                 self.preempt(victim)
                 if victim is sequence:
@@ -141,7 +141,7 @@ class Scheduler:
             heapq.heappop(self._queue)
             self.num_waiting -= 1
             sequence.phase = Phase.RUNNING
-            self.running.append(sequence)
+            bisect.insort(self.running, sequence, key=lambda s: s.order)
             admitted.append(sequence)
             shares[sequence] = tokens
             budget -= tokens
@@ -154,11 +154,11 @@ class Scheduler:
         return self._queue[0][1] if self._queue and not self._queue[0][1].pending else None
 
     def _dispatch(self, sequence: Sequence, tokens: int) -> Item:
-        first_pos = sequence.dispatched
+        first_pos, total = sequence.dispatched, sequence.total
         sequence.dispatched += tokens
-        samples = sequence.dispatched == sequence.total and sequence.total < sequence.max_total
+        samples = sequence.dispatched == total < sequence.max_total
         assert sequence.holding is not None
-        item = Item(sequence, sequence.holding, first_pos, tokens, samples, sequence.total - sequence.prompt_len)
+        item = Item(sequence, sequence.holding, first_pos, tokens, samples, total - sequence.prompt_len)
         sequence.pending += samples
         return item
 

@@ -46,7 +46,10 @@ class Ledger:
         with nothing changed, when the pool of slots or rows is empty, which only a bug can cause.
         """
         holding = sequence.holding
-        pages = self.pages.take(max(0, self.pages_for(tokens) - (len(holding.pages) if holding else 0)))
+        missing = self.pages_for(tokens) - (len(holding.pages) if holding else 0)
+        if holding is not None and missing <= 0:
+            return True
+        pages = self.pages.take(missing)
         if pages is None:
             return False
         if holding is None:
