@@ -37,7 +37,7 @@ class EngineConfig:
     state_dtype: str = "float32"
     """Dtype of the recurrent state: float32 | bfloat16."""
     enable_prefix_caching: bool = False
-    """Reuse the cache of shared prompt prefixes. Nothing does so yet; refused for models with recurrent layers."""
+    """Reuse the cache of shared prompt prefixes. Not in this version: a warning says so, every prompt is computed."""
     memory_fraction: float | None = None
     """Share of the device's free memory that weights, caches and scratch may take together. None: 0.9, on CPU 0.4."""
     max_queue: int = 4096

@@ -84,11 +84,7 @@ def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple
         state_dtype=config.state_dtype,
         conv_dtype=cache_dtype,
     )
-    if config.enable_prefix_caching:
-        if any(part.unit == "slot" for layer in parts for part in layer):
-            raise ConfigError(
-                "enable_prefix_caching", "needs snapshots of the recurrent state, which are not kept yet; leave it off"
-            )
+    if config.enable_prefix_caching:  # forced off, as the ledger matches nothing; a hit without state is impossible
         log.warning("enable_prefix_caching: prefixes are not shared between requests yet; every prompt is computed")
     return model_config, module, parts, dtype
 
