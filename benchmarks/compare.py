@@ -39,7 +39,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as cache:
         ours = bench_command(MODELS[asked.model], cache)
-        machine = run(ours)["machine"]  # also compiles, so that the measured starts are warm
+        machine = run([*ours, "--repeats", "1"])["machine"]  # also compiles, so that the measured starts are warm
         for _ in range(asked.rounds):
             runs.setdefault("jhybrid", []).append(rates(run(ours)))
             for peer in asked.peer:

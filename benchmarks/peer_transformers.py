@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int, default=512)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)  # `compare.py` has rounds
     asked = parser.parse_args()
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(asked.model)

@@ -86,15 +86,16 @@ class Generate:
                         raise JhybridError(delta.error)
                 print()
                 return
-            for prompt, output in zip(
-                prompts, engine.generate([Request(prompt=p, sampling=params) for p in prompts]), strict=True
-            ):
+            outputs = engine.generate([Request(prompt=p, sampling=params) for p in prompts])
+            for prompt, output in zip(prompts, outputs, strict=True):
                 if self.json:
                     print(json.dumps({"prompt": prompt} | dataclasses.asdict(output), ensure_ascii=False))
                     continue
                 for completion in output.completions:
                     print(f"--- {prompt!r} [{completion.index}] {completion.error or completion.finish_reason}")
                     print(completion.text)
+            if any(completion.error for output in outputs for completion in output.completions):
+                raise JhybridError("not every prompt was answered")
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Engine:
         self._flight: Flight | None = None
         self._told: list[Delta] = []  # ends that no step produced: aborts, failures
         self._seeds = random.Random(config.base_seed)
-        self._names = itertools.count()
+        self._names = (f"req-{i}" for i in itertools.count())
         self._compiled_before = compilations.count()
         self._closed = False
 
@@ -92,7 +92,7 @@ class Engine:
         if self._closed:
             raise EngineDeadError("the engine is closed")
         prompt = self.intake.check(request)
-        name = request.request_id or f"req-{next(self._names)}"
+        name = request.request_id or next(n for n in self._names if n not in self._sequences)
         if name in self._sequences or any(delta.request_id == name for delta in self._told):
             raise RequestError("request_id", f"{name!r} is already running; choose another or leave it out")
         n = request.sampling.n
@@ -393,6 +393,8 @@ class Engine:
 
 
 def fold_seed(seed: int, index: int) -> int:
-    """The 32-bit seed of a request's index-th answer."""
-    mixed = (seed & 0xFFFFFFFF) ^ ((seed >> 32) & 0xFFFFFFFF)
-    return (mixed + index * 0x9E3779B9) & 0xFFFFFFFF
+    """The 32-bit seed of a request's index-th answer: the SplitMix64 hash (Steele, Lea and Flood 2014) of both."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) & 0xFFFFFFFF

@@ -22,7 +22,8 @@ class Intake:
         if sampling.stop_strings and self.model.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")
         if sampling.min_tokens:
-            ends = len(self.model.eos_token_ids | set(sampling.stop_token_ids))
+            own = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
+            ends = len(own | set(sampling.stop_token_ids))
             if ends > MAX_BANNED:
                 raise RequestError(
                     "stop_token_ids", f"{ends} stop tokens with min_tokens, at most {MAX_BANNED} allowed"

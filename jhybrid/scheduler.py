@@ -124,11 +124,17 @@ class Scheduler:
         return Plan([self._dispatch(s, n) for s, n in shares.items()], admitted)
 
     def _admit(self, shares: dict[Sequence, int], budget: int) -> list[Sequence]:
-        """Move sequences from the queue to running while rows, pages and budget last; adds their shares."""
+        """Move sequences from the queue to running while rows, pages and budget last; adds their shares.
+
+        A sequence enters when there is room for all its tokens beside those that the running ones already have, so
+        that prefills under way do not preempt each other.
+        """
         admitted: list[Sequence] = []
+        if budget == 0 or self._head() is None:
+            return admitted
+        spoken_for = sum(self._missing_pages(running) for running in self.running)
         while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := self._head()) is not None:
-            needed = self.ledger.pages_for(min(sequence.total + 1, sequence.max_total))
-            if self.running and needed > self.ledger.pages.free:
+            if self.running and self._missing_pages(sequence) > self.ledger.pages.free - spoken_for:
                 break
             tokens = min(sequence.remaining, budget)
             try:
@@ -145,7 +151,13 @@ class Scheduler:
             admitted.append(sequence)
             shares[sequence] = tokens
             budget -= tokens
+            spoken_for += self._missing_pages(sequence)
         return admitted
+
+    def _missing_pages(self, sequence: Sequence) -> int:
+        """Pages that a sequence's tokens and the next one need beyond those it holds."""
+        held = len(sequence.holding.pages) if sequence.holding else 0
+        return max(0, self.ledger.pages_for(min(sequence.total + 1, sequence.max_total)) - held)
 
     def _head(self) -> Sequence | None:
         """First in the queue that is still waiting; None while its last token, sampled in another row, is under way."""

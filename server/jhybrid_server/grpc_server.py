@@ -143,7 +143,9 @@ class GrpcServer:
     """Listens from the start and says NOT_SERVING until `serving` is called."""
 
     def __init__(self, bridge: Bridge, model_name: str, host: str = "127.0.0.1", port: int = 0):
-        """Binds the port; 0 picks a free one, see `port`. Raises ConfigError if it is taken."""
+        """Binds the port; 0 picks a free one, see `port`. Raises ConfigError if it is taken or no port."""
+        if not 0 <= port <= 65535:
+            raise ConfigError("grpc_port", f"{port} is not in [0, 65535]")
         self._bridge = bridge
         self.service = InferenceService(bridge, model_name)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]

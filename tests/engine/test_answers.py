@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from jhybrid import Engine, Request, SamplingParams
+from jhybrid.engine import fold_seed
 from jhybrid.tokenizer import ByteTokenizer
 
 from .bed import alone, at_most, drain, engine_of, greedy, poison, prompts
@@ -104,6 +105,12 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(engine: Engine):
     assert engine.generate([*noise, seeded])[-1].token_ids == expected
     other = dataclasses.replace(seeded, sampling=dataclasses.replace(seeded.sampling, seed=43))
     assert alone(engine, other).token_ids != expected
+
+
+def test_seeds_and_answers_of_one_seed_are_told_apart():
+    seeds = (-1, 0, 1, 2, 2**31, 2**32, 2**32 + 1, 2**63)
+    assert len({fold_seed(seed, index) for seed in seeds for index in range(5)}) == len(seeds) * 5
+    assert fold_seed(-1, 0) == fold_seed(2**64 - 1, 0)
 
 
 def test_n_answers_are_n_requests_with_their_own_seeds(engine: Engine):

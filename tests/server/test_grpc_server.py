@@ -194,6 +194,12 @@ def test_cancelling_frees_while_decoding_and_while_queued(served: Served, engine
     eventually(lambda: served.server.service.running == 0)
 
 
+def test_leaving_a_stream_early_frees(served: Served, engine: FakeEngine):
+    for _ in served.client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="left")):
+        break
+    eventually(lambda: engine.aborted == ["left"] and idle(engine))
+
+
 def test_request_id_in_use_is_refused_and_free_again_after(served: Served, engine: FakeEngine):
     first = served.client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="same"))
     next(iter(first))
@@ -381,3 +387,8 @@ def test_a_taken_port_is_refused(served: Served):
 
     with pytest.raises(ConfigError, match=f"grpc_port: 127.0.0.1:{served.server.port} cannot be bound"):
         served.run(bind())
+
+
+def test_a_port_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="grpc_port: 99999 is not in"):
+        GrpcServer(Bridge(FakeEngine), "fake", port=99999)
