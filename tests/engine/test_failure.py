@@ -148,6 +148,7 @@ def test_the_slot_of_a_cancelled_sequence_is_clean_for_the_next(hybrid: Engine):
             hybrid.step()
         hybrid.abort(name)
         [output] = hybrid.generate([greedy(short, 8)])
+        assert [delta.finish_reason for delta in drain(hybrid)] == ["abort"]  # kept for whoever steps next
     same(output, expected)
 
 
