@@ -22,7 +22,7 @@ class TrainConfig:
     preset: str = "demo"
     """Name of a recipe that comes with the package, or the path of a TOML file."""
     steps: int | None = None
-    """Stop after this many steps instead of the recipe's, with the learning rate lowered accordingly."""
+    """Train for this many steps instead of the recipe's; the schedule of the learning rate moves with it."""
     resume: bool = False
     """Continue from the last save in `output`; the result equals that of an uninterrupted run."""
     save_every: int = 100
