@@ -191,11 +191,9 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a failed step fails its sequences and is never retried
             self._fail_step(flight.plan, error)
             return []
-        index = {id(item): i for i, item in enumerate(flight.plan.items)}
         starts = list(itertools.accumulate((item.num_tokens for item in flight.plan.items), initial=0))
         deltas = []
-        for item in self.scheduler.landed(flight.plan.items):
-            i = index[id(item)]
+        for i, item in self.scheduler.landed(flight.plan.items):
             delta = self._take(item, result, i, starts[i])
             if delta is not None:
                 deltas.append(delta)
@@ -207,7 +205,7 @@ class Engine:
         self.stats.failed_steps += 1
         cause = StepError(f"the step failed: {type(error).__name__}: {error}")
         cause.__cause__ = error
-        for item in self.scheduler.landed(plan.items):
+        for _, item in self.scheduler.landed(plan.items):
             self._told.append(self._failure(item.sequence, cause))
         if not self.runner.lost:
             return

@@ -174,16 +174,16 @@ class Scheduler:
         sequence.pending += samples
         return item
 
-    def landed(self, items: Iterable[Item]) -> list[Item]:
-        """Take a finished step in: its tokens are no longer pending. Returns the items of living sequences."""
+    def landed(self, items: Iterable[Item]) -> list[tuple[int, Item]]:
+        """Take a finished step in: its tokens are no longer pending. Returns the living sequences' items, numbered."""
         living = []
-        for item in items:
+        for i, item in enumerate(items):
             item.sequence.pending -= item.samples
             if item.sequence.phase is Phase.FINISHED:
                 continue
             if item.sequence.holding is item.holding:
                 self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
-            living.append(item)
+            living.append((i, item))
         return living
 
     def preempt_all(self) -> None:

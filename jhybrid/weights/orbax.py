@@ -5,7 +5,7 @@ form, so that the same reader serves both kinds of directory.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jhybrid.errors import WeightsError
+from jhybrid.weights.places import dotted, leaves
 
 PARAMS_DIR = "params"
 METADATA_FILE = "metadata.json"
@@ -48,13 +49,13 @@ def load_orbax(directory: str | Path, abstract_params: Mapping[str, Any]) -> dic
     tree cannot be read.
     """
     path = Path(directory).absolute() / PARAMS_DIR
-    wanted = dict(_leaves(abstract_params))
+    wanted = _by_name(abstract_params)
     with _checkpointer() as checkpointer:
         try:
             listing = checkpointer.metadata(path).item_metadata
             if listing is None:  # Orbax logs why it could not read the listing, and goes on
                 raise ValueError("its listing of arrays is unreadable")
-            _check(path, wanted, dict(_leaves(listing.tree)))
+            _check(path, wanted, _by_name(listing.tree))
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), abstract_params)
             arrays = checkpointer.restore(path, restore_args=as_numpy)
         except (OSError, ValueError) as error:
@@ -75,12 +76,8 @@ def _check(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> 
         raise WeightsError(f"{path} does not fit its config.json:\n  " + "\n  ".join(sorted(faults)))
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _by_name(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {dotted(path): leaf for path, leaf in leaves(tree)}
 
 
 def _checkpointer() -> ocp.Checkpointer:
