@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.ssd.decay import STRONGEST, SplitSum, decay_between, split_cumsum
+from kernels_pallas.decays import STRONGEST, SplitSum, decay_between, split_cumsum
 
 HIGHEST = lax.Precision.HIGHEST
 
