@@ -68,8 +68,8 @@ def step_singles(
 ) -> tuple[Array, Array]:
     """Sequences of one token, whose states lie in their write rows: each is read and written once, part by part.
 
-    `update(k, t, row, from_zero, (y_t, state))` does part k of `parts` of the state in `row`, with token t; y_t [1, ...]
-    is the token's output, zeros before part 0. `from_zero` says that what the row holds does not count.
+    `update(k, t, row, from_zero, (y_t, state))` does part k of `parts` of the state in `row`, with token t; y_t
+    [1, ...] is the token's output, zeros before part 0. `from_zero` says that what the row holds does not count.
     """
     single, has_snapshot = is_single(spans), chunk_has_snapshot(spans)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.decays import decay_between, split_cumsum
 from kernels_pallas.spans import Spans, dense_spans, make_spans
 from kernels_pallas.ssd import ssd
-from kernels_pallas.decays import decay_between, split_cumsum
 
 H, P, G, N = 4, 3, 2, 5
 ROWS = 4
