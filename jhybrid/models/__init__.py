@@ -13,20 +13,20 @@ _ALL = (
         "NemotronHForCausalLM",
         "nemotron_h",
         nemotron_h.NemotronHConfig,
-        nemotron_h.NemotronH,
+        nemotron_h.decoder,
         nemotron_h.weight_names,
     ),
     Family(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
         granite_hybrid.GraniteHybridConfig,
-        granite_hybrid.GraniteHybrid,
+        granite_hybrid.decoder,
         granite_hybrid.weight_names,
     ),
-    Family("BambaForCausalLM", "bamba", bamba.BambaConfig, bamba.Bamba, bamba.weight_names),
-    Family("Mamba2ForCausalLM", "mamba2", mamba2.Mamba2ModelConfig, mamba2.Mamba2Model, mamba2.weight_names),
-    Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.Llama, llama.weight_names),
-    Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.Llama, llama.weight_names),
+    Family("BambaForCausalLM", "bamba", bamba.BambaConfig, bamba.decoder, bamba.weight_names),
+    Family("Mamba2ForCausalLM", "mamba2", mamba2.Mamba2ModelConfig, mamba2.decoder, mamba2.weight_names),
+    Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.decoder, llama.weight_names),
+    Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.decoder, llama.weight_names),
 )
 
 FAMILIES: dict[str, Family] = {f.architecture: f for f in _ALL} | {f.model_type: f for f in _ALL}

@@ -13,13 +13,13 @@ from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.attention import Attention, AttentionSpec, attention_names
+from jhybrid.layers.decoder import Decoder
 from jhybrid.layers.linear import out_std
 from jhybrid.layers.mlp import Mlp, gated_mlp_names
 from jhybrid.layers.norm import RMSNorm
-from jhybrid.layers.vocabulary import Vocabulary, vocabulary_names
+from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_attention, read_head_dim
-from jhybrid.shapes import Hidden, Tokens
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -107,28 +107,9 @@ class Layer(nn.Module):
         return x + mlp(h), cache
 
 
-class Llama(nn.Module):
-    """Token ids to hidden states; `logits` turns those of chosen tokens into scores."""
-
-    config: LlamaConfig
-    dtype: jnp.dtype = jnp.float32
-
-    def setup(self) -> None:
-        config = self.config
-        self.vocabulary = Vocabulary(config.vocab_size, config.hidden_size, config.tie_word_embeddings, self.dtype)
-        self.layers = [Layer(config, i, self.dtype) for i in range(config.num_layers)]
-        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype)
-
-    def __call__(self, token_ids: Tokens, cache: AnyCache, spans: Spans) -> tuple[Hidden, AnyCache]:
-        """token_ids [T] -> hidden states after the final norm [T, M], and the cache after this step."""
-        x = self.vocabulary.embed(token_ids)  # [T, M]
-        for layer in self.layers:
-            x, cache = layer(x, cache, spans)
-        return self.final_norm(x), cache
-
-    def logits(self, hidden: Array) -> Array:
-        """hidden [n, M] -> [n, V] float32."""
-        return self.vocabulary.logits(hidden)
+def decoder(config: LlamaConfig, dtype: jnp.dtype) -> Decoder:
+    """The model: token ids to hidden states and scores."""
+    return Decoder(Layer, config, dtype)
 
 
 def weight_names(config: LlamaConfig) -> list[TensorName]:
