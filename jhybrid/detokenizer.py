@@ -23,15 +23,20 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        prompt: Iterable[int] = (),
     ):
-        """`tokenizer` None: the text is empty. A stop string counts only if all its text comes after `min_tokens`."""
+        """`tokenizer` None: the text is empty. A stop string counts only if all its text comes after `min_tokens`.
+
+        `prompt` are the tokens that the answer goes on from: text of theirs keeps the answer from opening the text,
+        where some tokenizers drop a space.
+        """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = True
+        self._first = not any(self._shows(token) for token in prompt)
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the answer."""
@@ -59,8 +64,12 @@ class Detokenizer:
         text, self._held = self._held + self._utf8.decode(b"", final=True), ""
         return text
 
+    def _shows(self, token: int) -> bool:
+        """Whether a token is part of the text."""
+        return self._tokenizer is not None and not (self._skip_special_tokens and self._tokenizer.is_special(token))
+
     def _text_of(self, token: int) -> str:
-        if self._tokenizer is None or (self._skip_special_tokens and self._tokenizer.is_special(token)):
+        if self._tokenizer is None or not self._shows(token):
             return ""
         piece = self._tokenizer.token_bytes(token, first=self._first)
         self._first = False

@@ -80,6 +80,8 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None
         self._told: list[Delta] = []  # ends that no step produced: aborts, failures
+        self._submitted: dict[Sequence, float] = {}  # when, by perf_counter; of those that never ran
+        self._queued: dict[Sequence, float] = {}  # seconds in the queue, until they are given out
         self._seeds = random.Random(config.base_seed)
         self._names = (f"req-{i}" for i in itertools.count())
         self._compiled_before = compilations.count()
@@ -103,6 +105,7 @@ class Engine:
         self._sequences[name] = [self._sequence(name, i, request, prompt) for i in range(n)]
         for sequence in self._sequences[name]:
             self.scheduler.add(sequence)
+            self._submitted[sequence] = time.perf_counter()
         self.stats.requests += 1
         return name
 
@@ -126,6 +129,7 @@ class Engine:
                 include_stop=sampling.include_stop_str_in_output,
                 skip_special_tokens=sampling.skip_special_tokens,
                 min_tokens=sampling.min_tokens,
+                prompt=prompt,
             ),
             prompt_logprobs=entries if wants_prompt else None,
         )
@@ -168,6 +172,8 @@ class Engine:
             return None
         try:
             for sequence in plan.admitted:
+                if sequence in self._submitted:  # not a preempted one, which comes in again
+                    self._queued[sequence] = time.perf_counter() - self._submitted.pop(sequence)
                 self.packer.admit(sequence)
                 adjusted = adjustments(sequence, self.model.vocab_size)
                 if adjusted is not None:
@@ -252,15 +258,12 @@ class Engine:
             delta.finish_reason, delta.stop_reason = "stop", token
         elif len(sequence.token_ids) >= sequence.max_total:
             delta.finish_reason = "length"
-        if delta.finish_reason is None:
-            return delta
-        if stopped is None:
-            delta.text += sequence.detokenizer.finish()
-        return self._end(sequence, delta)
+        return delta if delta.finish_reason is None else self._end(sequence, delta)
 
     def _delta(self, sequence: Sequence, **fields: object) -> Delta:
         delta = Delta(sequence.request_id, sequence.index, cached_tokens=sequence.cached_tokens, **fields)  # pyright: ignore[reportArgumentType]
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None  # once
+        delta.queue_seconds = self._queued.pop(sequence, None)
         return delta
 
     def _failure(self, sequence: Sequence, error: Exception) -> Delta:
@@ -268,7 +271,10 @@ class Engine:
         return self._end(sequence, Delta(sequence.request_id, sequence.index, finish_reason="error", error=str(error)))
 
     def _end(self, sequence: Sequence, last: Delta) -> Delta:
-        """Close a sequence's books; `last` is its last delta."""
+        """Close a sequence's books; `last` is its last delta, which gets the text that was held back."""
+        last.text += sequence.detokenizer.finish()
+        for times in (self._submitted, self._queued):
+            times.pop(sequence, None)
         self.scheduler.finish(sequence)
         siblings = self._sequences[sequence.request_id]
         siblings.remove(sequence)

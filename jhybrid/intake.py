@@ -15,10 +15,10 @@ class Intake:
 
     def check(self, request: Request) -> list[int]:
         """The prompt's token ids. Raises RequestError."""
+        if not isinstance(request, Request):
+            raise RequestError("request", f"must be Request(...), got {request!r}")
+        request.validate(self.model.vocab_size)
         sampling = request.sampling
-        sampling.validate(self.model.vocab_size)
-        if isinstance(request.priority, bool) or not isinstance(request.priority, int):
-            raise RequestError("priority", f"must be an integer, got {request.priority!r}")
         if sampling.stop_strings and self.model.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")
         if sampling.min_tokens:
@@ -28,7 +28,10 @@ class Intake:
                 raise RequestError(
                     "stop_token_ids", f"{ends} stop tokens with min_tokens, at most {MAX_BANNED} allowed"
                 )
-        prompt = self._tokens(request)
+        if request.prompt is not None:
+            prompt = self._encode(request.prompt, request.add_special_tokens)
+        else:
+            prompt = list(request.prompt_token_ids or ())
         self._check_length(request, len(prompt))
         return prompt
 
@@ -37,31 +40,10 @@ class Intake:
         wanted = request.sampling.max_tokens
         return self.max_model_len if wanted is None else prompt_len + wanted
 
-    def _tokens(self, request: Request) -> list[int]:
-        if (request.prompt is None) == (request.prompt_token_ids is None):
-            raise RequestError("prompt", "give exactly one of prompt and prompt_token_ids")
-        if request.prompt is not None:
-            return self._encode(request)
-        ids = request.prompt_token_ids
-        assert ids is not None
-        if not isinstance(ids, list | tuple):
-            raise RequestError("prompt_token_ids", f"must be a list of integers, got {type(ids).__name__}")
-        if not ids:
-            raise RequestError("prompt_token_ids", "is empty; give at least one token")
-        limit = self.model.vocab_size
-        for at, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError("prompt_token_ids", f"entry {at} is {token!r}; must be an integer")
-            if not 0 <= token < limit:
-                raise RequestError("prompt_token_ids", f"entry {at} is {token}; must be in [0, {limit})")
-        return list(ids)
-
-    def _encode(self, request: Request) -> list[int]:
-        if not isinstance(request.prompt, str):
-            raise RequestError("prompt", f"must be a string, got {type(request.prompt).__name__}")
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.model.tokenizer is None:
             raise RequestError("prompt", "this model has no tokenizer; give prompt_token_ids")
-        ids = self.model.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        ids = self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestError("prompt", "is empty and the tokenizer adds no token of its own; give some text")
         if max(ids) >= self.model.vocab_size:

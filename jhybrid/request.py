@@ -49,6 +49,8 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Refuse what cannot be meant. Raises RequestError naming the field, the value and the remedy."""
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _flag(name, getattr(self, name))
         _integer("max_tokens", self.max_tokens, 0, None, optional=True)
         _integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -98,6 +100,32 @@ class Request:
     request_id: str | None = None  # None: the engine gives one
     priority: int = 0  # lower runs earlier
     add_special_tokens: bool = True  # for `prompt`: add BOS where the tokenizer's configuration says so
+
+    def validate(self, vocab_size: int) -> None:
+        """Refuse what cannot be meant. Raises RequestError naming the field, the value and the remedy."""
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError("sampling", f"must be SamplingParams(...), got {self.sampling!r}")
+        self.sampling.validate(vocab_size)
+        if self.request_id is not None and not isinstance(self.request_id, str):
+            raise RequestError("request_id", f"must be a string or None, got {self.request_id!r}")
+        _integer("priority", self.priority, None, None)
+        _flag("add_special_tokens", self.add_special_tokens)
+        if (self.prompt is None) == (self.prompt_token_ids is None):
+            raise RequestError("prompt", "give exactly one of prompt and prompt_token_ids")
+        if self.prompt is not None:
+            if not isinstance(self.prompt, str):
+                raise RequestError("prompt", f"must be a string, got {type(self.prompt).__name__}")
+            return
+        ids = self.prompt_token_ids
+        if not isinstance(ids, list | tuple):
+            raise RequestError("prompt_token_ids", f"must be a list of integers, got {type(ids).__name__}")
+        if not ids:
+            raise RequestError("prompt_token_ids", "is empty; give at least one token")
+        for at, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError("prompt_token_ids", f"entry {at} is {token!r}; must be an integer")
+            if not 0 <= token < vocab_size:
+                raise RequestError("prompt_token_ids", f"entry {at} is {token}; must be in [0, {vocab_size})")
 
 
 TokenLogprobs = list[tuple[int, float]]  # (token id, log-probability), highest first
@@ -179,6 +207,12 @@ class Delta:
     stop_reason: int | str | None = None
     error: str | None = None
     cached_tokens: int = 0
+    queue_seconds: float | None = None  # from submission to the first dispatch; once, with the first delta
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(name, f"must be True or False, got {value!r}")
 
 
 def _integer(name: str, value: object, low: int | None, high: int | None, *, optional: bool = False) -> None:

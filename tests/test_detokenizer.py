@@ -149,3 +149,23 @@ def test_a_leading_space_after_a_special_token_stays(tmp_path: Path):
     the = tokenizer.encode("the", add_special_tokens=False)[0]
     deltas, _ = stream(Detokenizer(tokenizer), [[1], [the], [2], [the]])
     assert deltas == ["", "the", "", " the", ""]
+
+
+@property_test
+@given(text=st.text("the dog é", max_size=20), more=st.text("the dog é", min_size=1, max_size=20), skip=st.booleans())
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_goes_on_from_its_prompt(kinds, kind: str, text: str, more: str, skip: bool):
+    """Prompt and answer read as one text, with a space between them where there is one; BOS alone is no text."""
+    tokenizer = kinds[kind]
+    prompt = tokenizer.encode(text)
+    answer = tokenizer.encode(more, add_special_tokens=False)
+    deltas, _ = stream(Detokenizer(tokenizer, skip_special_tokens=skip, prompt=prompt), [answer])
+    whole = tokenizer.decode([*prompt, *answer], skip_special_tokens=skip)
+    assert tokenizer.decode(prompt, skip_special_tokens=skip) + "".join(deltas) == whole
+
+
+def test_the_first_word_of_an_answer_keeps_its_space(tmp_path: Path):
+    tokenizer = make_tokenizer("byte_fallback", tmp_path)
+    the = tokenizer.encode("the", add_special_tokens=False)
+    assert Detokenizer(tokenizer, prompt=tokenizer.encode("dog")).push(the)[0] == " the"
+    assert Detokenizer(tokenizer, prompt=tokenizer.encode("")).push(the)[0] == "the"  # nothing but BOS before

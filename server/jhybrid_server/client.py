@@ -27,6 +27,8 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
 )
 
+UNARY_SECONDS = 30.0  # deadline of calls that answer at once
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -103,7 +105,10 @@ class AsyncDeltaStream(_Collected):
 
 
 class Client:
-    """A connection to one server. Usable from several threads; close it, or use it in a `with`."""
+    """A connection to one server. Usable from several threads; close it, or use it in a `with`.
+
+    `timeout` is a call's deadline in seconds, None for none; answers have none unless one is given.
+    """
 
     def __init__(self, target: str, model: str = ""):
         """`target` is host:port; `model` empty means whichever is served."""
@@ -139,15 +144,15 @@ class Client:
             pass
         return stream.answer()
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = UNARY_SECONDS) -> list[int]:
         message = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
-        return list(_call(self._stub.Tokenize, message).token_ids)
+        return list(_call(self._stub.Tokenize, message, timeout).token_ids)
 
-    def model_info(self) -> pb.GetModelInfoResponse:
-        return _call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+    def model_info(self, timeout: float | None = UNARY_SECONDS) -> pb.GetModelInfoResponse:
+        return _call(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout)
 
-    def status(self) -> pb.GetStatusResponse:
-        return _call(self._stub.GetStatus, pb.GetStatusRequest())
+    def status(self, timeout: float | None = UNARY_SECONDS) -> pb.GetStatusResponse:
+        return _call(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
 
     def close(self) -> None:
         self._channel.close()
@@ -180,15 +185,17 @@ class AsyncClient:
             pass
         return stream.answer()
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, add_special_tokens: bool = True, timeout: float | None = UNARY_SECONDS
+    ) -> list[int]:
         message = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
-        return list((await _async_call(self._stub.Tokenize, message)).token_ids)
+        return list((await _async_call(self._stub.Tokenize, message, timeout)).token_ids)
 
-    async def model_info(self) -> pb.GetModelInfoResponse:
-        return await _async_call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+    async def model_info(self, timeout: float | None = UNARY_SECONDS) -> pb.GetModelInfoResponse:
+        return await _async_call(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout)
 
-    async def status(self) -> pb.GetStatusResponse:
-        return await _async_call(self._stub.GetStatus, pb.GetStatusRequest())
+    async def status(self, timeout: float | None = UNARY_SECONDS) -> pb.GetStatusResponse:
+        return await _async_call(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -200,15 +207,15 @@ class AsyncClient:
         await self.close()
 
 
-def _call(method: Any, message: Any) -> Any:
+def _call(method: Any, message: Any, timeout: float | None) -> Any:
     try:
-        return method(message)
+        return method(message, timeout=timeout)
     except grpc.RpcError as error:
         raise error_of(error) from error
 
 
-async def _async_call(method: Any, message: Any) -> Any:
+async def _async_call(method: Any, message: Any, timeout: float | None) -> Any:
     try:
-        return await method(message)
+        return await method(message, timeout=timeout)
     except grpc.RpcError as error:
         raise error_of(error) from error

@@ -68,6 +68,8 @@ class InferenceService(services.InferenceServiceServicer):
             left -= delta.finish_reason is not None
             if delta.finish_reason in ("error", "abort"):
                 failures.append(delta)
+                if delta.text:  # held back until now, of tokens that were told
+                    await context.write(wire.delta_to_wire(delta))
                 continue
             clock.saw(delta)
             completion_tokens += len(delta.token_ids)
@@ -122,10 +124,11 @@ class InferenceService(services.InferenceServiceServicer):
 
 @dataclass
 class Clock:
-    """When a call came in and when its first token was there, by the monotonic clock."""
+    """When a call came in and when its first token was there, by the monotonic clock, and how long it was queued."""
 
     started: float = 0.0
     first_token: float | None = None
+    queue_seconds: float | None = None
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
@@ -133,10 +136,13 @@ class Clock:
     def saw(self, delta: Delta) -> None:
         if delta.token_ids and self.first_token is None:
             self.first_token = time.monotonic()
+        if self.queue_seconds is None:  # of several answers, the first to get a place
+            self.queue_seconds = delta.queue_seconds
 
     def timing(self) -> pb.Timing:
         first = None if self.first_token is None else self.first_token - self.started
-        return pb.Timing(first_token_seconds=first, total_seconds=time.monotonic() - self.started)
+        total = time.monotonic() - self.started
+        return pb.Timing(first_token_seconds=first, total_seconds=total, queue_seconds=self.queue_seconds)
 
 
 class GrpcServer:

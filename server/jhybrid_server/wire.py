@@ -119,7 +119,7 @@ def _sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
 
 
 def delta_to_wire(delta: Delta) -> pb.GenerateResponse:
-    """The message of a delta that is neither an error nor an abort."""
+    """The message of a delta. How an answer ended in error or was aborted is not part of it."""
     message = pb.GenerateResponse(
         request_id=delta.request_id,
         index=delta.index,
@@ -128,7 +128,7 @@ def delta_to_wire(delta: Delta) -> pb.GenerateResponse:
         logprobs=_logprobs_to_wire(delta.logprobs or ()),
         prompt_logprobs=_logprobs_to_wire(delta.prompt_logprobs or ()),
     )
-    if delta.finish_reason is not None:
+    if delta.finish_reason in FINISH_REASONS:
         message.finish_reason = FINISH_REASONS[delta.finish_reason]
     if isinstance(delta.stop_reason, str):
         message.stop_string = delta.stop_reason

@@ -200,7 +200,18 @@ V = 263
         (Request(prompt_token_ids=[1] * 2560), "prompt_token_ids"),
         (Request(prompt_token_ids=[1] * 250, sampling=SamplingParams(max_tokens=7)), "max_tokens"),
         (Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=10**9)), "max_tokens"),
+        (Request(prompt_token_ids=5), "prompt_token_ids"),
+        (Request(prompt_token_ids="12"), "prompt_token_ids"),
+        (Request(prompt_token_ids={1: 2}), "prompt_token_ids"),
+        (Request(prompt=b"bytes"), "prompt"),
         (Request(prompt_token_ids=[1], priority=1.5), "priority"),
+        (Request(prompt_token_ids=[1], priority="high"), "priority"),
+        (Request(prompt_token_ids=[1], priority=None), "priority"),
+        (Request(prompt_token_ids=[1], request_id=7), "request_id"),
+        (Request(prompt_token_ids=[1], add_special_tokens=3), "add_special_tokens"),
+        (Request(prompt_token_ids=[1], sampling=None), "sampling"),
+        (Request(prompt_token_ids=[1], sampling={"max_tokens": 3}), "sampling"),
+        ({"prompt_token_ids": [1]}, "request"),
     ]
     + [
         (Request(prompt_token_ids=[1], sampling=SamplingParams(**{name: value})), name)
@@ -209,6 +220,11 @@ V = 263
             ("max_tokens", 1.0),
             ("min_tokens", -1),
             ("min_tokens", 17),
+            ("min_tokens", True),
+            ("ignore_eos", "no"),
+            ("ignore_eos", 1),
+            ("skip_special_tokens", None),
+            ("include_stop_str_in_output", "yes"),
             ("temperature", float("nan")),
             ("temperature", float("inf")),
             ("temperature", -0.1),
@@ -245,6 +261,8 @@ def test_a_bad_request_is_refused_with_its_field(nemotron: Engine, request_: Req
     assert refusal.value.field.startswith(field)
     assert str(refusal.value).startswith(field)
     assert not nemotron.has_work
+    with pytest.raises(RequestError):
+        nemotron.generate([request_])
 
 
 def test_a_refused_request_disturbs_nobody(nemotron: Engine):

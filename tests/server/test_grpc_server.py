@@ -220,6 +220,17 @@ def test_deadline_ends_the_call_and_frees(served: Served, engine: FakeEngine):
     assert time.monotonic() - started < 1.0
 
 
+def test_a_call_that_answers_at_once_has_a_deadline_of_its_own(served: Served, engine: FakeEngine):
+    stream = served.client.stream(Request(prompt="abc", sampling=ENDLESS))
+    next(iter(stream))
+    engine.gate.clear()  # the engine's thread hangs in a step
+    with pytest.raises(grpc.RpcError) as caught:
+        served.client.status(timeout=0.1)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    engine.gate.set()
+    stream.cancel()
+
+
 def test_client_that_vanishes_frees(served: Served, engine: FakeEngine):
     client = Client(served.target)
     stream = client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="gone"))

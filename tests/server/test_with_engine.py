@@ -58,6 +58,34 @@ def test_cancel_and_deadline_free_slots_and_pages():
         assert served.client.generate(short).output.token_ids == expected_tokens(PROMPT, GREEDY)
 
 
+def test_timing_tells_the_wait_for_a_place():
+    engine, _ = slow_toy()
+    with serving(lambda: engine) as served:
+        first = [served.client.stream(Request(prompt_token_ids=PROMPT, sampling=ENDLESS)) for _ in range(2)]
+        eventually(lambda: len(engine.scheduler.running) == 2)
+        second = served.client.stream(Request(prompt_token_ids=PROMPT, sampling=GREEDY))
+        eventually(lambda: engine.scheduler.num_waiting == 1)
+        time.sleep(0.1)
+        for stream in first:
+            stream.cancel()
+        list(second)
+        timing = second.answer().timing
+    assert timing.queue_seconds is not None and timing.first_token_seconds is not None
+    assert 0.1 < timing.queue_seconds < timing.first_token_seconds < timing.total_seconds
+
+
+def test_text_held_back_is_written_before_a_failure():
+    engine, runner = toy_engine(CONFIG, faults={4: Fault("nan")})
+    model = dataclasses.replace(engine.model, tokenizer=ByteTokenizer(263))
+    engine = Engine.with_runner(CONFIG, model, runner)  # pyright: ignore[reportArgumentType]
+    told = bytes(expected_tokens(PROMPT, GREEDY)[:4]).decode()
+    sampling = dataclasses.replace(GREEDY, stop=[told + "never"])
+    texts = []
+    with serving(lambda: engine) as served, pytest.raises(StepError):
+        texts.extend(delta.text for delta in served.client.stream(Request(prompt_token_ids=PROMPT, sampling=sampling)))
+    assert "".join(texts) == told
+
+
 def test_a_failed_step_fails_its_calls_and_no_others():
     engine, _ = toy_engine(CONFIG, faults={0: Fault("before"), 3: Fault("nan")})
     request = Request(prompt_token_ids=PROMPT, sampling=GREEDY)
