@@ -13,6 +13,7 @@ from kernels_pallas.snapshots import chunk_has_snapshot
 from kernels_pallas.spans import Spans
 
 ChunkUpdate = Callable[[Array, Array, Array], tuple[Array, Array]]
+Carry = tuple[Array, Array, Array]  # y, h (a float32 row of the state), state
 TokenPart = Callable[[Array, Array, Array, Array, tuple[Array, Array]], tuple[Array, Array]]
 
 
@@ -30,7 +31,6 @@ def scan_chunks(
     state after those, from h, a float32 row of `state`. y [T, ...] and `state` come back with what they gave.
     """
     T, single, has_snapshot = y.shape[0], is_single(spans), chunk_has_snapshot(spans)
-    Carry = tuple[Array, Array, Array]
 
     def load(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, seq = carry[1], spans.chunk_seq[c]

@@ -5,12 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.spans import Spans, dense_spans, make_spans
-from kernels_pallas.specs import Spec
-
-ROWS = 9  # slots 0..7 and scratch
-SCRATCH = ROWS - 1
-LAYERS = 3
+from kernels_pallas.spans import Spans, dense_spans
+from kernels_pallas.specs import LAYERS, ROWS, Spec, decode, ragged
 
 
 def _case(
@@ -44,62 +40,30 @@ def _case(
     return Spec(name, build, atol, rows=ROWS)
 
 
-def _ragged(lens: list[int], first_pos: list[int], **options: Any) -> Spans:
-    """Sequence i reads and writes slot i, unless `read` or `write` say otherwise. Short ones are padded to one
-    size, so that they share an executable."""
-    slots, total = list(range(len(lens))), sum(lens)
-    return make_spans(
-        lens,
-        first_pos,
-        options.pop("read", slots),
-        options.pop("write", slots),
-        num_tokens=48 if total < 48 else total + 2,
-        num_seqs=max(len(lens), 6),
-        scratch_slot=SCRATCH,
-        chunk_size=8,
-        **options,
-    )
-
-
-def _decode(first_pos: list[int], num_seqs: int, **options: Any) -> Spans:
-    slots = list(range(len(first_pos)))
-    return make_spans(
-        [1] * len(first_pos),
-        first_pos,
-        options.pop("read", slots),
-        options.pop("write", slots),
-        num_tokens=num_seqs,
-        num_seqs=num_seqs,
-        scratch_slot=SCRATCH,
-        kind="decode",
-        **options,
-    )
-
-
-_MIXED = _ragged([5, 1, 19, 3, 2], [0, 7, 4, 0, 1])
+_MIXED = ragged([5, 1, 19, 3, 2], [0, 7, 4, 0, 1])
 _BF16 = {"dtype": jnp.bfloat16, "window_dtype": jnp.bfloat16, "atol": 0.05}
 
 SPECS = [
-    _case("one-sequence", _ragged([16], [0])),
-    _case("shorter-than-taps", _ragged([2, 1, 3], [0, 0, 0])),
-    _case("continued-before-taps-are-full", _ragged([1, 2], [1, 2])),
+    _case("one-sequence", ragged([16], [0])),
+    _case("shorter-than-taps", ragged([2, 1, 3], [0, 0, 0])),
+    _case("continued-before-taps-are-full", ragged([1, 2], [1, 2])),
     _case("mixed", _MIXED),
     _case("mixed-2-taps", _MIXED, taps=2),
     _case("mixed-3-taps-no-activation-no-bias", _MIXED, taps=3, activation=None, bias=False),
     _case("mixed-7-taps", _MIXED, taps=7),
-    _case("fork-beside-its-origin", _ragged([3, 10, 1, 1], [6, 6, 4, 4], read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
-    _case("fork-two-from-one", _ragged([3, 10], [6, 6], write=[4, 5])),
-    _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], snapshots={(0, 2): 5, (0, 13): 6, (2, 3): 7})),
-    _case("snapshot-after-first-token", _ragged([6], [0], snapshots={(0, 1): 5})),
+    _case("fork-beside-its-origin", ragged([3, 10, 1, 1], [6, 6, 4, 4], read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
+    _case("fork-two-from-one", ragged([3, 10], [6, 6], write=[4, 5])),
+    _case("snapshots", ragged([17, 4, 9], [0, 3, 2], snapshots={(0, 2): 5, (0, 13): 6, (2, 3): 7})),
+    _case("snapshot-after-first-token", ragged([6], [0], snapshots={(0, 1): 5})),
     _case("second-layer", _MIXED, layer=1),
     _case("bfloat16", _MIXED, **_BF16),
-    _case("decode", _decode([3, 9, 1, 5], 4)),
-    _case("decode-padded", _decode([3, 0, 1], 4)),
-    _case("decode-fork-beside-its-origin", _decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
-    _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
-    _case("decode-snapshots-last-layer", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7}), layer=2),
-    _case("decode-2-taps-no-activation", _decode([3, 9], 4), taps=2, activation=None),
-    _case("decode-bfloat16", _decode([3, 9], 4), **_BF16),
+    _case("decode", decode([3, 9, 1, 5], 4)),
+    _case("decode-padded", decode([3, 0, 1], 4)),
+    _case("decode-fork-beside-its-origin", decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
+    _case("decode-forked", decode([4, 4, 4], 4, write=[3, 4, 5])),
+    _case("decode-snapshots-last-layer", decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7}), layer=2),
+    _case("decode-2-taps-no-activation", decode([3, 9], 4), taps=2, activation=None),
+    _case("decode-bfloat16", decode([3, 9], 4), **_BF16),
     _case("dense", dense_spans(2, 11)),
     _case("dense-shorter-than-taps", dense_spans(3, 2), bias=False),
     _case("dense-bfloat16", dense_spans(2, 11), **_BF16),

@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.spans import Spans, dense_spans, make_spans
-from kernels_pallas.specs import Spec
-
-ROWS = 9  # slots 0..7 and scratch
-SCRATCH = ROWS - 1
-LAYERS = 3
+from kernels_pallas.specs import LAYERS, ROWS, SCRATCH, Spec, decode, ragged
 
 
 def _case(
@@ -54,80 +50,46 @@ def _case(
     return Spec(name, build, atol, rows=ROWS)
 
 
-def _ragged(lens: list[int], first_pos: list[int], chunk_size: int, **options: Any) -> Spans:
-    """Sequence i reads and writes slot i, unless `read` or `write` say otherwise. Short ones are padded to one
-    size, so that they share an executable."""
-    slots, total = list(range(len(lens))), sum(lens)
-    return make_spans(
-        lens,
-        first_pos,
-        options.pop("read", slots),
-        options.pop("write", slots),
-        num_tokens=48 if total < 48 else total + 2,
-        num_seqs=max(len(lens), 6),
-        scratch_slot=SCRATCH,
-        chunk_size=chunk_size,
-        **options,
-    )
-
-
-def _decode(first_pos: list[int], num_seqs: int, **options: Any) -> Spans:
-    slots = list(range(len(first_pos)))
-    return make_spans(
-        [1] * len(first_pos),
-        first_pos,
-        options.pop("read", slots),
-        options.pop("write", slots),
-        num_tokens=num_seqs,
-        num_seqs=num_seqs,
-        scratch_slot=SCRATCH,
-        kind="decode",
-        **options,
-    )
-
-
-_MIXED = _ragged([5, 1, 19, 3], [0, 7, 4, 0], 8)
+_MIXED = ragged([5, 1, 19, 3], [0, 7, 4, 0], 8)
 _SNAPSHOTS = {(0, 8): 5, (0, 13): 6, (2, 3): 7}
 
 _EXACT = make_spans([10, 6], [0, 5], [0, 1], [0, 1], num_tokens=16, num_seqs=2, scratch_slot=SCRATCH, chunk_size=8)
 
 SPECS = [
-    _case("one-sequence", _ragged([16], [0], 16)),
-    _case("one-token", _ragged([1], [0], 16)),
+    _case("one-sequence", ragged([16], [0], 16)),
+    _case("one-token", ragged([1], [0], 16)),
     _case("no-padding", _EXACT),
-    _case("one-token-continued", _ragged([1], [9], 16)),
+    _case("one-token-continued", ragged([1], [9], 16)),
     _case("mixed-chunk8", _MIXED),
-    _case("mixed-chunk16", _ragged([5, 1, 19, 3], [0, 7, 4, 0], 16)),
-    _case("mixed-chunk64", _ragged([5, 1, 70, 3], [0, 7, 4, 0], 64)),
-    _case("long-odd", _ragged([131], [3], 64), head_dim=8, state_size=16),
-    _case("last-chunk-of-one", _ragged([9, 17, 1], [2, 0, 5], 8)),
-    _case("fork-beside-its-origin", _ragged([3, 10, 1, 1], [6, 6, 4, 4], 8, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
-    _case("fork-two-from-one", _ragged([3, 10], [6, 6], 8, write=[4, 5])),
-    _case("snapshots", _ragged([17, 4, 9], [0, 3, 2], 8, snapshots=_SNAPSHOTS)),
-    _case("snapshots-after-first-token", _ragged([6, 5], [4, 0], 8, snapshots={(0, 1): 5, (1, 1): 6, (1, 2): 7})),
-    _case("snapshot-in-every-chunk", _ragged([1], [4], 64, snapshots={(0, 1): 5})),
-    _case(
-        "read-elsewhere-and-snapshot", _ragged([11], [4], 8, write=[3], snapshots={(0, 5): 6, (0, 8): 5, (0, 11): 7})
-    ),
-    _case("many-of-one-token", _ragged([1] * 7, [3, 0, 1, 4, 0, 6, 2], 8)),
+    _case("mixed-chunk16", ragged([5, 1, 19, 3], [0, 7, 4, 0], 16)),
+    _case("mixed-chunk64", ragged([5, 1, 70, 3], [0, 7, 4, 0], 64)),
+    _case("long-odd", ragged([131], [3], 64), head_dim=8, state_size=16),
+    _case("last-chunk-of-one", ragged([9, 17, 1], [2, 0, 5], 8)),
+    _case("fork-beside-its-origin", ragged([3, 10, 1, 1], [6, 6, 4, 4], 8, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
+    _case("fork-two-from-one", ragged([3, 10], [6, 6], 8, write=[4, 5])),
+    _case("snapshots", ragged([17, 4, 9], [0, 3, 2], 8, snapshots=_SNAPSHOTS)),
+    _case("snapshots-after-first-token", ragged([6, 5], [4, 0], 8, snapshots={(0, 1): 5, (1, 1): 6, (1, 2): 7})),
+    _case("snapshot-in-every-chunk", ragged([1], [4], 64, snapshots={(0, 1): 5})),
+    _case("read-elsewhere-and-snapshot", ragged([11], [4], 8, write=[3], snapshots={(0, 5): 6, (0, 8): 5, (0, 11): 7})),
+    _case("many-of-one-token", ragged([1] * 7, [3, 0, 1, 4, 0, 6, 2], 8)),
     _case("groups2-heads6", _MIXED, groups=2, heads=6),
     _case("heads3", _MIXED, heads=3, head_dim=5),
     _case("second-layer", _MIXED, layer=1),
-    _case("last-layer-snapshots", _ragged([17, 4], [0, 3], 8, snapshots={(0, 9): 5, (0, 17): 6, (1, 2): 7}), layer=2),
+    _case("last-layer-snapshots", ragged([17, 4], [0, 3], 8, snapshots={(0, 9): 5, (0, 17): 6, (1, 2): 7}), layer=2),
     _case("bfloat16-activations", _MIXED, dtype=jnp.bfloat16, atol=0.1),
     _case("bfloat16-state", _MIXED, state_dtype=jnp.bfloat16, atol=0.05),
-    _case("extreme-dt", _ragged([5, 1, 19, 3], [0, 7, 4, 0], 16), dt_bias=120.0, atol=2e-3),
-    _case("mild-and-strong-decays", _ragged([70], [5], 64), dt_bias=2.0, atol=1e-4),
-    _case("decode", _decode([3, 9, 1, 5], 4)),
-    _case("decode-padded", _decode([3, 0, 1], 4)),
-    _case("decode-one", _decode([2], 1)),
-    _case("decode-fork-beside-its-origin", _decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
-    _case("decode-forked", _decode([4, 4, 4], 4, write=[3, 4, 5])),
-    _case("decode-snapshots", _decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7})),
-    _case("decode-snapshot-in-every-chunk", _decode([3, 7], 2, snapshots={(0, 1): 5, (1, 1): 7})),
-    _case("decode-groups2-heads6-last-layer", _decode([3, 9, 1], 4), groups=2, heads=6, layer=2),
-    _case("decode-bfloat16-state", _decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
-    _case("decode-extreme-dt", _decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
+    _case("extreme-dt", ragged([5, 1, 19, 3], [0, 7, 4, 0], 16), dt_bias=120.0, atol=2e-3),
+    _case("mild-and-strong-decays", ragged([70], [5], 64), dt_bias=2.0, atol=1e-4),
+    _case("decode", decode([3, 9, 1, 5], 4)),
+    _case("decode-padded", decode([3, 0, 1], 4)),
+    _case("decode-one", decode([2], 1)),
+    _case("decode-fork-beside-its-origin", decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
+    _case("decode-forked", decode([4, 4, 4], 4, write=[3, 4, 5])),
+    _case("decode-snapshots", decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7})),
+    _case("decode-snapshot-in-every-chunk", decode([3, 7], 2, snapshots={(0, 1): 5, (1, 1): 7})),
+    _case("decode-groups2-heads6-last-layer", decode([3, 9, 1], 4), groups=2, heads=6, layer=2),
+    _case("decode-bfloat16-state", decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
+    _case("decode-extreme-dt", decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
     _case("dense", dense_spans(2, 64)),
     _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
     _case("dense-short-groups2-heads6", dense_spans(2, 5), groups=2, heads=6),

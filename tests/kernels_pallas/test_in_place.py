@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas.causal_conv import causal_conv
+from kernels_pallas.gated_delta import gated_delta
 from kernels_pallas.spans import Kind, make_spans
 from kernels_pallas.ssd import ssd
 
@@ -59,6 +60,23 @@ def test_causal_conv(kind: Kind, seqs: int) -> None:
 
     window = jnp.zeros((LAYERS * ROWS, K, D))
     assert _whole_array_copies(layers, window, jnp.ones((spans.token_seq.shape[0], D)), jnp.ones((D, K)), spans) == 0
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("kind", ["decode", "ragged"])
+def test_gated_delta(kind: Kind, seqs: int, by_channel: bool) -> None:
+    spans = _spans(kind, seqs)
+    T = spans.token_seq.shape[0]
+
+    def layers(state, k, v, g, spans):
+        for layer in range(LAYERS):
+            v, state = gated_delta(k, k, v, g, jnp.ones((T, H)), state, spans, base=layer * ROWS)
+        return state, v
+
+    g = jnp.zeros((T, H, N) if by_channel else (T, H))
+    state = jnp.zeros((LAYERS * ROWS, H, N, P))
+    assert _whole_array_copies(layers, state, jnp.ones((T, 2, N)), jnp.ones((T, H, P)), g, spans) == 0
 
 
 def test_the_probe_sees_a_copy() -> None:

@@ -1,0 +1,124 @@
+"""The update of the states of all heads by one chunk of tokens: the WY form of the gated delta rule.
+
+With c_i the sum of the log decays up to token i, S_0 the state before the chunk and u_i = beta_i (v_i - S_{i-1}^T k_i)
+what token i adds along its key, the u of a chunk solve one triangular system (Yang et al. 2024, section 3.3):
+
+(I + A) u = beta (v - (k exp c) S_0)        A_ij = beta_i sum_d k_id k_jd exp(c_id - c_jd) for j < i, else 0
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.decays import SplitSum, decay_between, split_cumsum
+
+HIGHEST = lax.Precision.HIGHEST
+BLOCK = 16  # tokens of a block: inverted by rows, and with decays per channel formed pair by pair
+
+
+def chunk_update(
+    S: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, length: Array | int
+) -> tuple[Array, Array]:
+    """o [H,Q,dv] and the new states of S [H,dk,dv] after the first `length` of Q tokens, float32.
+
+    q, k [Hk,Q,dk], v [H,Q,dv], g [H,Q,1] or [H,Q,dk], beta [H,Q,1]. Tokens at or past `length` may be another
+    sequence's, NaN among them, and are cut off here.
+    """
+    Q, H = q.shape[1], v.shape[0]
+    valid = (jnp.arange(Q) < length)[:, None]
+    q, k, v, g, beta = (jnp.where(valid, a, 0.0) for a in (q, k, v, g, beta))
+    sums = split_cumsum(g)
+    total = _at(sums, Q - 1, Q)
+    zero = (jnp.zeros_like(total[0]), jnp.zeros_like(total[1]))
+
+    # Queries and keys in one product each: what they read of the keys before them, and of the state.
+    products = _decayed_products(jnp.concatenate([q, k], axis=1), k, sums)  # [H, 2Q, Q]
+    q, k = (jnp.repeat(a, H // k.shape[0], axis=0) for a in (q, k))  # [H, Q, dk]
+    from_start = decay_between(sums, zero)
+    read = _product(jnp.concatenate([q * from_start, k * from_start], axis=1), S)  # [H, 2Q, dv]
+    u = solve_unit_lower(beta * products[:, Q:], beta * (v - read[:, Q:]))
+    o = read[:, :Q] + _product(products[:, :Q], u)
+    keys = jnp.swapaxes(k * decay_between(total, sums), 1, 2)
+    return o, S * jnp.swapaxes(decay_between(total, zero), 1, 2) + _product(keys, u)
+
+
+def solve_unit_lower(A: Array, b: Array) -> Array:
+    """u [H,Q,dv] with (I + L) u = b, where L is what A [H,Q,Q] holds below its diagonal; b [H,Q,dv].
+
+    Blocks on the diagonal are inverted row by row, all at once; then block after block is substituted. On CPU this
+    takes half as long as LAPACK's trsm, which XLA calls head by head.
+    """
+    H, Q, _ = A.shape
+    starts = range(0, Q, BLOCK)
+    room = len(starts) * BLOCK - Q
+    padded = jnp.pad(A, [(0, 0), (0, room), (0, room)])
+    blocks = jnp.stack([padded[:, at : at + BLOCK, at : at + BLOCK] for at in starts], axis=1)
+    inverses = _inverse(blocks.reshape(-1, BLOCK, BLOCK)).reshape(H, len(starts), BLOCK, BLOCK)
+    parts: list[Array] = []
+    for n, at in enumerate(starts):
+        rows = slice(at, min(at + BLOCK, Q))
+        rest = b[:, rows]
+        if parts:
+            rest = rest - _product(A[:, rows, :at], jnp.concatenate(parts, axis=1))
+        size = rows.stop - at
+        parts.append(_product(inverses[:, n, :size, :size], rest))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _inverse(A: Array) -> Array:
+    """[n, B, B]: the inverses of I + L, with L the part of A below its diagonal, by forward substitution."""
+    n, B, _ = A.shape
+    L = jnp.where(jnp.tril(jnp.ones((B, B), bool), -1), A, 0.0)
+
+    def row(i: Array, inverse: Array) -> Array:
+        known = _product(lax.dynamic_slice_in_dim(L, i, 1, axis=1), inverse)  # rows from i on count for nothing
+        return lax.dynamic_update_slice_in_dim(inverse, lax.dynamic_slice_in_dim(inverse, i, 1, axis=1) - known, i, 1)
+
+    return lax.fori_loop(1, B, row, jnp.broadcast_to(jnp.eye(B), (n, B, B)))
+
+
+def _product(a: Array, b: Array) -> Array:
+    """[H, i, j]: a [H, i, d] times b [H, d, j]."""
+    return jnp.einsum("hid,hdj->hij", a, b, precision=HIGHEST)
+
+
+def _decayed_products(left: Array, k: Array, sums: SplitSum) -> Array:
+    """[H, 2Q, Q]: sum_d left_id k_jd exp(c_id - c_jd) for j <= i, else 0, for both halves of left.
+
+    left [Hk,2Q,dk], k [Hk,Q,dk]; sums c [H,Q,1] or [H,Q,dk].
+    """
+    (Hk, Q, dk), H = k.shape, sums[0].shape[0]
+    if sums[0].shape[2] == 1:  # one decay per head
+        causal = jnp.tril(jnp.ones((Q, Q), bool))
+        between = decay_between(sums, (jnp.swapaxes(sums[0], 1, 2), jnp.swapaxes(sums[1], 1, 2)), causal)  # [H, Q, Q]
+        products = jnp.repeat(_product(left, jnp.swapaxes(k, 1, 2)), H // Hk, axis=0)
+        return (products.reshape(H, 2, Q, Q) * between[:, None]).reshape(H, 2 * Q, Q)
+    left, k = (jnp.repeat(a, H // Hk, axis=0) for a in (left, k))
+    rows = [_block_row(left.reshape(H, 2, Q, dk), k, sums, at) for at in range(0, Q, BLOCK)]
+    return jnp.concatenate(rows, axis=2).reshape(H, 2 * Q, Q)
+
+
+def _block_row(left: Array, k: Array, sums: SplitSum, start: int) -> Array:
+    """[H, 2, BLOCK or less, Q]: the products' rows from `start` on, with decays per channel; left [H,2,Q,dk].
+
+    Tokens before the block meet it through the sum at its start: of both factors' decays none is above 1. Within
+    the block there is no such point between all pairs, so each pair's decay is formed by itself.
+    """
+    (H, Q, dk), stop = k.shape, min(start + BLOCK, k.shape[1])
+    size, here = stop - start, _at(sums, start, stop)
+    later, earlier = ((here[0][at], here[1][at]) for at in (jnp.s_[:, :, None], jnp.s_[:, None]))
+    causal = jnp.tril(jnp.ones((size, size), bool))[:, :, None]
+    between = decay_between(later, earlier, causal) * k[:, None, start:stop]  # [H, i, j, dk]
+    within = jnp.einsum("hxid,hijd->hxij", left[:, :, start:stop], between, precision=HIGHEST)
+    after = jnp.zeros((H, 2, size, Q - stop))
+    if start == 0:
+        return jnp.concatenate([within, after], axis=3)
+    border = _at(sums, start - 1, start)
+    near = (left[:, :, start:stop] * decay_between(here, border)[:, None]).reshape(H, 2 * size, dk)
+    far = k[:, :start] * decay_between(border, _at(sums, 0, start))
+    before = _product(near, jnp.swapaxes(far, 1, 2)).reshape(H, 2, size, start)
+    return jnp.concatenate([before, within, after], axis=3)
+
+
+def _at(sums: SplitSum, start: int, stop: int) -> SplitSum:
+    """The sums of tokens `start` up to `stop`."""
+    return sums[0][:, start:stop], sums[1][:, start:stop]

@@ -1,0 +1,101 @@
+"""The cases on which every implementation of gated_delta is tested."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.spans import Spans, dense_spans
+from kernels_pallas.specs import LAYERS, ROWS, Spec, decode, ragged
+
+
+def _case(
+    name: str,
+    spans: Spans,
+    *,
+    heads: tuple[int, int] = (2, 4),  # Hk, H
+    dims: tuple[int, int] = (8, 4),  # dk, dv
+    by_channel: bool = False,
+    layer: int = 0,
+    dtype: Any = jnp.float32,
+    state_dtype: Any = jnp.float32,
+    decay: tuple[float, ...] = (0.05,),  # typical -g of the heads, in turn
+    most_beta: float = 1.0,
+    atol: float = 2e-5,
+) -> Spec:
+    T, (Hk, H), (dk, dv) = spans.token_seq.shape[0], heads, dims
+
+    def build(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rng = np.random.default_rng(seed)
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+        unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+        typical = jnp.asarray([decay[h % len(decay)] for h in range(H)])
+        g = -typical * jnp.exp(normal(T, H))
+        if by_channel:
+            g = -typical[:, None] * jnp.exp(normal(T, H, dk))
+        state = None if spans.kind == "dense" else normal(LAYERS * ROWS, H, dk, dv).astype(state_dtype)
+        args = (
+            unit(normal(T, Hk, dk)).astype(dtype),
+            unit(normal(T, Hk, dk)).astype(dtype),
+            normal(T, H, dv).astype(dtype),
+            g,
+            most_beta * jax.nn.sigmoid(normal(T, H)),
+            state,
+            spans,
+        )
+        return args, {"base": layer * ROWS}
+
+    return Spec(name, build, atol, rows=ROWS)
+
+
+_MIXED = ragged([5, 1, 19, 3], [0, 7, 4, 0])
+_LONG = ragged([70], [5], 64)
+_ALL_RATES = (1e-4, 0.05, 3.0, 500.0)
+_CHANNELS = {"by_channel": True, "heads": (4, 4)}
+
+SPECS = [
+    _case("one-sequence", ragged([16], [0], 16)),
+    _case("one-token", ragged([1], [0], 16)),
+    _case("mixed", _MIXED),
+    _case("mixed-chunk64", ragged([5, 1, 70, 3], [0, 7, 4, 0], 64)),
+    _case("mixed-chunk24", ragged([5, 1, 70, 3], [0, 7, 4, 0], 24)),
+    _case("long-odd", ragged([131], [3], 64), dims=(16, 8)),
+    _case("last-chunk-of-one", ragged([9, 17, 1], [2, 0, 5])),
+    _case("fork-beside-its-origin", ragged([3, 10, 1, 1], [6, 6, 4, 4], read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
+    _case("fork-two-from-one", ragged([3, 10], [6, 6], write=[4, 5])),
+    _case("snapshots", ragged([17, 4, 9], [0, 3, 2], snapshots={(0, 8): 5, (0, 13): 6, (2, 3): 7})),
+    _case("snapshots-after-first-token", ragged([6, 5], [4, 0], snapshots={(0, 1): 5, (1, 1): 6, (1, 2): 7})),
+    _case("snapshot-in-every-chunk", ragged([1], [4], 64, snapshots={(0, 1): 5})),
+    _case("read-elsewhere-and-snapshot", ragged([11], [4], write=[3], snapshots={(0, 5): 6, (0, 8): 5, (0, 11): 7})),
+    _case("many-of-one-token", ragged([1] * 7, [3, 0, 1, 4, 0, 6, 2])),
+    _case("one-key-head-for-all", _MIXED, heads=(1, 6), dims=(4, 12)),
+    _case("heads3", _MIXED, heads=(3, 3), dims=(5, 7)),
+    _case("last-layer-snapshots", ragged([17, 4], [0, 3], snapshots={(0, 9): 5, (0, 17): 6, (1, 2): 7}), layer=2),
+    _case("negative-eigenvalues", _LONG, most_beta=2.0, decay=(1e-4, 0.05), atol=1e-4),
+    _case("bfloat16-activations", _MIXED, dtype=jnp.bfloat16, atol=0.05),
+    _case("bfloat16-state", _MIXED, state_dtype=jnp.bfloat16, atol=0.05),
+    _case("all-rates-of-decay", _LONG, decay=_ALL_RATES),
+    _case("channels", _MIXED, **_CHANNELS),
+    _case("channels-long", ragged([131, 1, 40], [3, 2, 0], 64), dims=(16, 8), **_CHANNELS),
+    _case("channels-grouped-chunk24", ragged([70], [0], 24), by_channel=True),
+    _case("channels-snapshots", ragged([17, 4], [0, 3], snapshots={(0, 9): 5, (1, 2): 7}), layer=1, **_CHANNELS),
+    _case("channels-all-rates-of-decay", _LONG, decay=_ALL_RATES, **_CHANNELS),
+    _case("decode", decode([3, 9, 1, 5], 4)),
+    _case("decode-padded", decode([3, 0, 1], 4)),
+    _case("decode-one", decode([2], 1)),
+    _case("decode-fork-beside-its-origin", decode([4, 4, 2, 2], 4, read=[0, 0, 2, 2], write=[0, 4, 5, 2])),
+    _case("decode-forked", decode([4, 4, 4], 4, write=[3, 4, 5])),
+    _case("decode-snapshots", decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7})),
+    _case("decode-snapshot-in-every-chunk", decode([3, 7], 2, snapshots={(0, 1): 5, (1, 1): 7})),
+    _case("decode-heads6-last-layer", decode([3, 9, 1], 4), heads=(3, 6), dims=(5, 7), layer=2),
+    _case("decode-bfloat16-state", decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
+    _case("decode-all-rates-of-decay", decode([3, 9, 1], 4), decay=_ALL_RATES),
+    _case("decode-channels", decode([3, 0, 1], 4), decay=_ALL_RATES, **_CHANNELS),
+    _case("dense", dense_spans(2, 64)),
+    _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
+    _case("dense-short-heads3", dense_spans(2, 5), heads=(3, 3), dims=(5, 7)),
+    _case("dense-bfloat16", dense_spans(2, 20), dtype=jnp.bfloat16, atol=0.05),
+    _case("dense-channels", replace(dense_spans(2, 71), chunk_size=40), decay=_ALL_RATES, **_CHANNELS),
+]
