@@ -15,7 +15,7 @@ from kernels_pallas.spans import Spans
 
 HEADS_AT_ONCE = 4  # whose states one step of the decoding loop updates
 
-Tokens = tuple[Array, Array, Array, Array, Array]  # q, k [T,Hk,dk], v [T,H,dv], g [T,H,1 or dk], beta [T,H,1], float32
+Tokens = tuple[Array, ...]  # q, k [T,Hk,dk], v [T,H,dv], g [T,H,1 or dk], beta [T,H,1], float32
 
 
 def gated_delta(
@@ -54,7 +54,8 @@ def _chunks(
     by_head = [jnp.pad(a.swapaxes(0, 1), [(0, 0), (0, Q), (0, 0)]) for a in tokens]
 
     def update(S: Array, start: Array, length: Array) -> tuple[Array, Array]:
-        o, S = chunk_update(S, *(lax.dynamic_slice_in_dim(a, start, Q, axis=1) for a in by_head), length)
+        q, k, v, g, beta = (lax.dynamic_slice_in_dim(a, start, Q, axis=1) for a in by_head)
+        o, S = chunk_update(S, q, k, v, g, beta, length)
         return o.swapaxes(0, 1), S
 
     return scan_chunks(o, state, slots, spans, base, update)
