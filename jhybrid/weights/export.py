@@ -14,7 +14,17 @@ from safetensors.numpy import save_file
 
 from jhybrid.errors import WeightsError
 from jhybrid.weights.names import TensorName
-from jhybrid.weights.places import Coverage, dotted, leaves, place_shape, same_but_for_ones, slices
+from jhybrid.weights.places import (
+    Coverage,
+    dotted,
+    leaves,
+    place_shape,
+    same_but_for_ones,
+    slices,
+    stored_shape,
+    taken,
+    whole,
+)
 from jhybrid.weights.safetensors import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 4 * 10**9
@@ -79,12 +89,13 @@ def _plan(flat: Mapping[tuple[str, ...], Any], names: Iterable[TensorName], shar
     """Split the names, in order, into shards of at most `shard_bytes` (a larger tensor has one to itself)."""
     shards: list[list[TensorName]] = [[]]
     filled = 0
-    for name in names:
-        size = _bytes(flat, name)
+    for _, places in groupby(names, key=lambda name: name.names[0]):
+        places = list(places)
+        size = sum(_bytes(flat, name) for name in places)
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(name)
+        shards[-1] += places
         filled += size
     return shards
 
@@ -99,9 +110,19 @@ def _tensors(flat: Mapping[tuple[str, ...], Any], shard: Iterable[TensorName]) -
     tensors = {}
     for path, group in groupby(shard, key=lambda name: name.path):
         param = np.asarray(flat[path])  # fetched once, not once per expert
-        for name in group:
-            part = np.asarray(param[slices(name)], order="C")
-            shape = name.file_shape or part.shape
-            assert same_but_for_ones(part.shape, shape), f"{name}: its place has shape {part.shape}"
-            tensors[name.names[0]] = part.reshape(shape)
+        for tensor, places in groupby(group, key=lambda name: name.names[0]):
+            assert tensor not in tensors, f"the names of {tensor} are not one after the other"
+            tensors[tensor] = _assembled(param, list(places))
     return tensors
+
+
+def _assembled(param: np.ndarray, places: list[TensorName]) -> np.ndarray:
+    """The tensor of a file from the places that it fills."""
+    assert whole(places), f"{places} do not make up a tensor"
+    tensor = np.empty(stored_shape(places[0], param.shape), param.dtype)
+    for name in places:
+        view = taken(name, tensor)
+        view[...] = param[slices(name)].reshape(view.shape)
+    shape = places[0].file_shape or tensor.shape
+    assert same_but_for_ones(tensor.shape, shape), f"{places[0]}: its tensor has shape {tensor.shape}"
+    return tensor.reshape(shape)

@@ -3,7 +3,7 @@
 The safetensors loader fills places; the exporter reads them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,33 @@ def place_shape(name: TensorName, shape: tuple[int, ...]) -> tuple[int, ...]:
         assert 0 <= name.rows[0] < name.rows[1] <= axes[0], f"{name} lies outside the shape {shape}"
         axes[0] = name.rows[1] - name.rows[0]
     return tuple(axes)
+
+
+def stored_shape(name: TensorName, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the whole tensor in a file, but for axes of length 1; `shape` is the parameter's."""
+    place = place_shape(name, shape)
+    if name.file_rows is None:
+        return place
+    assert name.file_rows.count == place[0], f"{name}: its place has shape {place}"
+    return (name.file_rows.groups * name.file_rows.size, *place[1:])
+
+
+def taken(name: TensorName, tensor: np.ndarray) -> np.ndarray:
+    """What the name's place takes of a file's tensor: [groups, rows, ...], a view, or the tensor itself."""
+    rows = name.file_rows
+    if rows is None:
+        return tensor
+    return tensor.reshape(rows.groups, rows.size, *tensor.shape[1:])[:, rows.start : rows.stop]
+
+
+def whole(names: Sequence[TensorName]) -> bool:
+    """Whether the places of these names, all of one tensor, each take the whole of it, or together each row once."""
+    parts = sorted((n.file_rows.start, n.file_rows.stop, n.file_rows.size) for n in names if n.file_rows is not None)
+    if not parts:
+        return True
+    ends = [0, *(stop for _, stop, _ in parts)]
+    together = [start for start, *_ in parts] == ends[:-1] and {size for *_, size in parts} == {ends[-1]}
+    return together and len(parts) == len(names)
 
 
 def same_but_for_ones(left: Iterable[int], right: Iterable[int]) -> bool:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from jhybrid.errors import WeightsError
 from jhybrid.weights.names import TensorName
-from jhybrid.weights.places import Coverage, dotted, leaves, nest, place_shape, same_but_for_ones, slices
+from jhybrid.weights.places import Coverage, dotted, leaves, nest, same_but_for_ones, slices, stored_shape, taken, whole
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -209,6 +209,8 @@ def _match(
             faults.uncovered.append(f"{dotted(path)} (from {_some(optional, 3)})" if optional else dotted(path))
         if coverage.overlaps:
             faults.overlapping.append(dotted(path))
+    for tensor, places in chosen.items():
+        assert whole(places), f"{tensor} is not used wholly and once: {places}"
     harmless = [re.compile(pattern) for pattern in ignored]
     faults.unexpected += [n for n in stored if n not in chosen and not any(p.fullmatch(n) for p in harmless)]
     faults.report(directory)
@@ -217,7 +219,7 @@ def _match(
 
 def _check_fit(spelling: str, found: Stored, name: TensorName, target: Any, faults: Faults) -> None:
     """Note a tensor whose shape is not its place's, or whose dtype holds no plain weights."""
-    shape = place_shape(name, tuple(target.shape))
+    shape = stored_shape(name, tuple(target.shape))
     if not same_but_for_ones(found.shape, shape):
         faults.misshapen.append(f"{spelling}: {list(found.shape)}, {dotted(name.path)} needs {list(shape)}")
     if found.dtype not in FLOATS:
@@ -239,7 +241,7 @@ class Filling:
         if name.path not in self._buffers:
             self._buffers[name.path] = np.empty(target.shape, target.dtype)
         view = self._buffers[name.path][slices(name)]
-        np.copyto(view, tensor.reshape(view.shape), casting="unsafe")
+        np.copyto(view, taken(name, tensor).reshape(view.shape), casting="unsafe")
         self._left[name.path] -= 1
         if not self._left[name.path]:
             array = jax.device_put(self._buffers.pop(name.path), target.sharding)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from jhybrid.weights.names import TensorName
+from jhybrid.weights.names import FileRows, TensorName
 
 PARAMS = {
     "embedding": (7, 4),
@@ -18,6 +18,7 @@ PARAMS = {
     "experts.gate_up": (2, 6, 4),
     "norm": (4,),
     "scale": (),
+    "mixer": (13, 3),
 }
 NAMES = [
     TensorName(("backbone.embed.weight", "model.embed.weight"), ("embedding",)),
@@ -30,6 +31,9 @@ NAMES = [
     *[TensorName((f"experts.{e}.lift.weight",), ("experts", "gate_up"), index=e, rows=(3, 6)) for e in range(2)],
     TensorName(("norm.weight",), ("norm",)),
     TensorName(("scale",), ("scale",), file_shape=(1,)),
+    TensorName(("mix.weight",), ("mixer",), rows=(0, 4), file_rows=FileRows(0, 2, 5, groups=2)),
+    TensorName(("mix.weight",), ("mixer",), rows=(4, 10), file_rows=FileRows(2, 5, 5, groups=2)),
+    TensorName(("lone.weight",), ("mixer",), rows=(10, 13)),
 ]
 SHARD_OF = {"q.weight": 0, "k.weight": 1, "v.weight": 2, "experts.0.up.weight": 0, "experts.1.up.weight": 2}
 
@@ -56,6 +60,8 @@ def tensors(dtype: str = "float32") -> dict[str, np.ndarray]:
         "conv1d.weight": (6, 1, 3),
         "norm.weight": (4,),
         "scale": (1,),
+        "mix.weight": (10, 3),
+        "lone.weight": (3, 3),
     }
     for e in range(2):
         shapes |= {
@@ -84,6 +90,7 @@ def expected() -> dict[str, np.ndarray]:
         ),
         "norm": t["norm.weight"],
         "scale": t["scale"][0],
+        "mixer": np.concatenate([t["mix.weight"][[0, 1, 5, 6, 2, 3, 4, 7, 8, 9]], t["lone.weight"]]),
     }
 
 
