@@ -211,6 +211,10 @@ class Packer:
 
     def __init__(self, buckets: Seq[Bucket], geometry: Geometry, max_num_seqs: int):
         self.layouts = {bucket: Layout(bucket, geometry) for bucket in buckets}
+        self._views = {
+            bucket: [(name, slice(at, at + math.prod(shape)), shape) for name, (at, shape) in layout.ints.items()]
+            for bucket, layout in self.layouts.items()
+        }
         self._ordered = {kind: sorted(b for b in buckets if b.kind == kind) for kind in ("decode", "ragged")}
         self._geometry = geometry
         rows = max_num_seqs + 1
@@ -218,7 +222,8 @@ class Packer:
         self._row_ints = {name: np.zeros(rows, np.int32) for name in ("top_k", "seed", "num_logprobs", "adjust")}
         self._banned = np.full((rows, MAX_BANNED), -1, np.int32)
         self._tables = np.full((rows, max(1, geometry.table_width)), geometry.scratch_page, np.int32)
-        self._pages = np.zeros(rows, np.int32)  # how many pages of a row's table are filled in
+        self._pages = [0] * rows  # how many pages of a row's table are filled in
+        self._min_tokens = np.zeros(rows, np.int32)
         self._row_ints["num_logprobs"][:] = -1
         self._floats[FLOAT_FIELDS.index("top_p")] = 1.0
         self._floats[FLOAT_FIELDS.index("repetition_penalty")] = 1.0
@@ -234,6 +239,7 @@ class Packer:
         self._row_ints["num_logprobs"][row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._row_ints["adjust"][row] = needs_row(sequence)
         self._banned[row] = -1
+        self._min_tokens[row] = sampling.min_tokens
         if sampling.min_tokens:
             ids = sorted(stop_ids(sequence))
             self._banned[row, : len(ids)] = ids
@@ -252,12 +258,11 @@ class Packer:
         """One step's batch. Takes the sequences' holdings as they are now."""
         lengths = np.array([item.num_tokens for item in items], np.int32)
         bucket = self.bucket_for(int(lengths.sum()), len(items))
-        layout = self.layouts[bucket]
-        ints = np.zeros(layout.num_ints, np.int32)
-        field = {name: ints[at : at + math.prod(shape)].reshape(shape) for name, (at, shape) in layout.ints.items()}
+        ints, field = self._fields(bucket)
         rows = np.full(bucket.seqs, self._geometry.scratch_row, np.int32)
         rows[: len(items)] = [item.holding.row for item in items]
         self._pack_tokens(field, items, lengths)
+        scores = self._pack_targets(field, items)
         self._pack_rows(field, items, rows)
         if bucket.kind == "ragged":
             self._pack_chunks(field, lengths)
@@ -265,16 +270,14 @@ class Packer:
             field["num_chunks"][...] = len(items)
         if self._geometry.has_slots:
             field["chunk_snapshot"][:] = self._geometry.scratch_slot
-        floats = np.ascontiguousarray(self._floats[:, rows]).reshape(-1)
-        sampling = [item.sequence.request.sampling for item in items]
-        return Batch(
-            bucket,
-            ints,
-            floats,
-            items,
-            wants_logprobs=any(s.logprobs is not None for s in sampling),
-            wants_prompt_logprobs=bool((field["targets"] != NO_TARGET).any()),
-        )
+        floats = self._floats[:, rows].reshape(-1)
+        wants_logprobs = bool((field["num_logprobs"] >= 0).any())
+        return Batch(bucket, ints, floats, items, wants_logprobs, wants_prompt_logprobs=scores)
+
+    def _fields(self, bucket: Bucket) -> tuple[Ints, dict[str, np.ndarray]]:
+        """A fresh int vector of a bucket and views of its fields."""
+        ints = np.zeros(self.layouts[bucket].num_ints, np.int32)
+        return ints, {name: ints[span].reshape(shape) for name, span, shape in self._views[bucket]}
 
     def _pack_tokens(self, field: dict[str, np.ndarray], items: list[Item], lengths: np.ndarray) -> None:
         starts = np.zeros(len(lengths) + 1, np.int32)
@@ -282,23 +285,29 @@ class Packer:
         count = len(items)
         field["query_start"][: count + 1] = starts
         field["query_start"][count + 1 :] = starts[-1]
-        field["targets"][:] = NO_TARGET
         if "token_seq" in field:
             field["token_seq"][: starts[-1]] = np.repeat(np.arange(count, dtype=np.int32), lengths)
-        token_ids = field["token_ids"]
-        for item, start in zip(items, starts, strict=False):
-            known = item.sequence.token_ids
-            if item.num_tokens == 1:
-                at = item.first_pos
-                token_ids[start] = known[at] if at < len(known) else FROM_DEVICE
-            else:
-                ids = known[item.first_pos : item.first_pos + item.num_tokens]
-                token_ids[start : start + len(ids)] = ids
-                token_ids[start + len(ids) : start + item.num_tokens] = FROM_DEVICE
-            if item.sequence.prompt_logprobs is not None and item.first_pos + 1 < item.sequence.prompt_len:
-                end = min(item.first_pos + item.num_tokens + 1, item.sequence.prompt_len)
-                wanted = known[item.first_pos + 1 : end]
-                field["targets"][start : start + len(wanted)] = wanted
+        ids: list[int] = []
+        for item in items:
+            known = item.sequence.token_ids[item.first_pos : item.first_pos + item.num_tokens]
+            ids += known
+            ids += [FROM_DEVICE] * (item.num_tokens - len(known))
+        field["token_ids"][: len(ids)] = ids
+
+    def _pack_targets(self, field: dict[str, np.ndarray], items: list[Item]) -> bool:
+        """The prompt tokens whose log-probabilities are wanted; whether there are any."""
+        field["targets"][:] = NO_TARGET
+        scores = False
+        for i, item in enumerate(items):
+            sequence = item.sequence
+            if sequence.prompt_logprobs is None or item.first_pos + 1 >= sequence.prompt_len:
+                continue
+            end = min(item.first_pos + item.num_tokens + 1, sequence.prompt_len)
+            wanted = sequence.token_ids[item.first_pos + 1 : end]
+            start = field["query_start"][i]
+            field["targets"][start : start + len(wanted)] = wanted
+            scores = True
+        return scores
 
     def _pack_rows(self, field: dict[str, np.ndarray], items: list[Item], rows: np.ndarray) -> None:
         count, geometry = len(items), self._geometry
@@ -308,18 +317,17 @@ class Packer:
         field["step"][:count] = [item.step for item in items]
         for name, table in self._row_ints.items():
             field[name][:] = table[rows]
-        minimum = [item.step < item.sequence.request.sampling.min_tokens for item in items]
         field["banned"][:] = -1
-        if any(minimum):
-            field["banned"][:count][minimum] = self._banned[rows[:count]][minimum]
+        below = np.flatnonzero(field["step"] < self._min_tokens[rows])
+        field["banned"][below] = self._banned[rows[below]]
         if geometry.has_slots:
             slots = [item.holding.slot for item in items]
             for name in ("read_slot", "write_slot"):
                 field[name][:] = geometry.scratch_slot
                 field[name][:count] = slots
         if geometry.table_width:
-            for item, row in zip(items, rows, strict=False):
-                pages = item.holding.pages
+            for item in items:
+                pages, row = item.holding.pages, item.holding.row
                 filled = self._pages[row]
                 if len(pages) > filled:
                     self._tables[row, filled : len(pages)] = pages[filled:]

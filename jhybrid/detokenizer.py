@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from jhybrid.tokenizer import Tokenizer
 
+_Utf8Decoder: type[codecs.BufferedIncrementalDecoder] = codecs.getincrementaldecoder("utf-8")  # pyright: ignore[reportAssignmentType]
+
 
 class Detokenizer:
     """Turns tokens into text that is final once given out.
@@ -35,8 +37,8 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = not any(self._shows(token) for token in prompt)
+        self._utf8 = _Utf8Decoder("replace")
+        self._first = tokenizer is None or all(skip_special_tokens and tokenizer.is_special(token) for token in prompt)
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the answer."""
@@ -52,7 +54,8 @@ class Detokenizer:
         pieces: list[str] = []
         for token in token_ids:
             self.token_count += 1
-            pieces.append(self._search(self._text_of(token)))
+            text = self._text_of(token)
+            pieces.append(self._search(text) if self._stop else text)
             if self.stopped is not None:
                 break
         return "".join(pieces), self.stopped
@@ -64,20 +67,19 @@ class Detokenizer:
         text, self._held = self._held + self._utf8.decode(b"", final=True), ""
         return text
 
-    def _shows(self, token: int) -> bool:
-        """Whether a token is part of the text."""
-        return self._tokenizer is not None and not (self._skip_special_tokens and self._tokenizer.is_special(token))
-
     def _text_of(self, token: int) -> str:
-        if self._tokenizer is None or not self._shows(token):
+        tokenizer = self._tokenizer
+        if tokenizer is None or (self._skip_special_tokens and tokenizer.is_special(token)):
             return ""
-        piece = self._tokenizer.token_bytes(token, first=self._first)
+        piece = tokenizer.token_bytes(token, self._first)
         self._first = False
+        if piece.isascii() and not self._utf8.buffer:  # nothing to wait for, and less work
+            return piece.decode()
         return self._utf8.decode(piece)
 
     def _search(self, new: str) -> str:
         """Add `new` to the held text and return what no stop string can claim any more."""
-        if not self._stop or self.token_count <= self._min_tokens:
+        if self.token_count <= self._min_tokens:
             return new
         text = self._held + new
         end, start, stop = min(self._matches(text), default=(0, 0, None))

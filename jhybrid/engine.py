@@ -198,9 +198,10 @@ class Engine:
             self._fail_step(flight.plan, error)
             return []
         starts = list(itertools.accumulate((item.num_tokens for item in flight.plan.items), initial=0))
+        tokens = result.tokens.tolist()
         deltas = []
         for i, item in self.scheduler.landed(flight.plan.items):
-            delta = self._take(item, result, i, starts[i])
+            delta = self._take(item, result, i, tokens[i], starts[i])
             if delta is not None:
                 deltas.append(delta)
         return deltas
@@ -223,32 +224,32 @@ class Engine:
 
     # taking results in
 
-    def _take(self, item: Item, result: StepResult, i: int, start: int) -> Delta | None:
+    def _take(self, item: Item, result: StepResult, i: int, token: int, start: int) -> Delta | None:
         """What a step means for one sequence; None when it shows nothing yet (mid-prefill)."""
         sequence = item.sequence
         if sequence.prompt_logprobs is not None and not prompt_entries(item, result, start):
             return self._failure(sequence, StepError(f"log-probabilities of the prompt near {item.first_pos} are NaN"))
         if item.samples:
-            return self._token(item, result, i)
+            return self._token(item, result, i, token)
         done = item.first_pos + item.num_tokens
         if sequence.max_total == sequence.prompt_len == done:  # max_tokens=0: the prompt was all
-            return self._end(sequence, self._delta(sequence, finish_reason="length"))
+            delta = self._delta(sequence, [])
+            delta.finish_reason = "length"
+            return self._end(sequence, delta)
         return None
 
-    def _token(self, item: Item, result: StepResult, i: int) -> Delta:
+    def _token(self, item: Item, result: StepResult, i: int, token: int) -> Delta:
         sequence, sampling = item.sequence, item.sequence.request.sampling
-        token = int(result.tokens[i])
         if token < 0:
             at = item.first_pos + item.num_tokens - 1
             return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
         sequence.token_ids.append(token)
         self.stats.output_tokens += 1
-        delta = self._delta(sequence, token_ids=[token])
+        delta = self._delta(sequence, [token])
         if sampling.logprobs is not None:
             delta.logprobs = [sampled_entry(result, i, token, sampling.logprobs)]
-        ends = sequence.num_outputs > sampling.min_tokens and (
-            token in sequence.eos_token_ids or token in sampling.stop_token_ids
-        )
+        ends = token in sequence.eos_token_ids or token in sampling.stop_token_ids
+        ends = ends and sequence.num_outputs > sampling.min_tokens
         stopped = None
         if not ends or sampling.include_stop_str_in_output:
             delta.text, stopped = sequence.detokenizer.push([token])
@@ -260,10 +261,11 @@ class Engine:
             delta.finish_reason = "length"
         return delta if delta.finish_reason is None else self._end(sequence, delta)
 
-    def _delta(self, sequence: Sequence, **fields: object) -> Delta:
-        delta = Delta(sequence.request_id, sequence.index, cached_tokens=sequence.cached_tokens, **fields)  # pyright: ignore[reportArgumentType]
-        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None  # once
-        delta.queue_seconds = self._queued.pop(sequence, None)
+    def _delta(self, sequence: Sequence, token_ids: list[int]) -> Delta:
+        delta = Delta(sequence.request_id, sequence.index, token_ids, cached_tokens=sequence.cached_tokens)
+        if sequence in self._queued:  # its first delta
+            delta.queue_seconds = self._queued.pop(sequence)
+            delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         return delta
 
     def _failure(self, sequence: Sequence, error: Exception) -> Delta:

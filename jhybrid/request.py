@@ -193,7 +193,7 @@ class Output:
         return all(c.finish_reason is not None for c in self.completions)
 
 
-@dataclass
+@dataclass(slots=True)
 class Delta:
     """What one step added to one completion; the last one of a completion has a `finish_reason`."""
 

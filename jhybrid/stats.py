@@ -35,7 +35,9 @@ class Stats:
         """Count a step that has started."""
         self.steps += 1
         self.prompt_tokens += sum(
-            min(item.num_tokens, max(0, item.sequence.prompt_len - item.first_pos)) for item in plan.items
+            min(item.num_tokens, item.sequence.prompt_len - item.first_pos)
+            for item in plan.items
+            if item.first_pos < item.sequence.prompt_len
         )
 
     @contextlib.contextmanager

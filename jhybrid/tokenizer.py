@@ -144,10 +144,10 @@ class HuggingFaceTokenizer:
         return decode_bytes(self, ids, skip_special_tokens)
 
     def token_bytes(self, token: int, first: bool = False) -> bytes:
-        key = (token, first)
-        if key not in self._bytes:
-            self._bytes[key] = self._find_bytes(token, first)
-        return self._bytes[key]
+        found = self._bytes.get((token, first))
+        if found is None:
+            found = self._bytes[token, first] = self._find_bytes(token, first)
+        return found
 
     def is_special(self, token: int) -> bool:
         return token in self._special
