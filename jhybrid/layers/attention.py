@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,7 +11,7 @@ from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.rope import Rope
-from jhybrid.weights.names import TensorName
+from jhybrid.weights.names import FileRows, TensorName
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.spans import Spans
 
@@ -28,7 +29,16 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm_eps: float | None = None  # RMSNorm of each q and k head
+    qk_norm_offset: float = 0.0  # of the weights of those norms
+    qk_norm_whole: bool = False  # one norm over all heads of q, and one over those of k
+    gated: bool = False  # the output of each head is multiplied by the sigmoid of a projection of its own
     sliding_window: int | None = None
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Heads of each part of `qkv_proj`, in order."""
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        return heads | {"gate": self.num_heads} if self.gated else heads
 
     def parts(self, page_size: int, kv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per page: K of head h at 2h, V at 2h + 1."""
@@ -36,8 +46,8 @@ class AttentionSpec:
 
 
 class Attention(nn.Module):
-    """Parameters: `qkv_proj` [(Hq + 2 Hkv) Dh, M], `o_proj` [M, Hq Dh], `q_norm` and `k_norm` [Dh] where asked.
-    Cache part: `kv`.
+    """Parameters: `qkv_proj` [(Hq + 2 Hkv) Dh, M], with Hq Dh more rows for the gate where asked, `o_proj` [M, Hq Dh],
+    `q_norm` and `k_norm` [Dh], or [Hq Dh] and [Hkv Dh], where asked. Cache part: `kv`.
     """
 
     spec: AttentionSpec
@@ -49,13 +59,12 @@ class Attention(nn.Module):
     def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         """x [T, M] -> [T, M]."""
         spec = self.spec
-        queries, width = spec.num_heads, spec.num_heads + 2 * spec.num_kv_heads
+        queries, width = spec.num_heads, sum(spec.heads.values())
         qkv = Linear(width * spec.head_dim, spec.hidden_size, self.dtype, spec.qkv_bias, name="qkv_proj")(x)
-        qkv = qkv.reshape(-1, width, spec.head_dim)  # [T, Hq + 2 Hkv, Dh]
-        q, k, v = jnp.split(qkv, [queries, queries + spec.num_kv_heads], axis=1)
-        if spec.qk_norm_eps is not None:
-            q = RMSNorm(spec.head_dim, spec.qk_norm_eps, self.dtype, name="q_norm")(q)
-            k = RMSNorm(spec.head_dim, spec.qk_norm_eps, self.dtype, name="k_norm")(k)
+        qkv = qkv.reshape(-1, width, spec.head_dim)  # [T, Hq + 2 Hkv (+ Hq), Dh]
+        ends = [queries, queries + spec.num_kv_heads, queries + 2 * spec.num_kv_heads]
+        q, k, v, gate = jnp.split(qkv, ends, axis=1)
+        q, k = self._normalise(q, "q_norm"), self._normalise(k, "k_norm")
         if spec.rope is not None:
             positions = spans.positions()
             q, k = spec.rope(q, positions), spec.rope(k, positions)
@@ -64,6 +73,8 @@ class Attention(nn.Module):
             q, k, v, pages, spans, scale=spec.scale, sliding_window=spec.sliding_window, base=base
         )
         cache = cache.put(self.layer_id, "kv", pages)
+        if spec.gated:
+            o = o * jax.nn.sigmoid(gate)
         out = Linear(
             spec.hidden_size,
             queries * spec.head_dim,
@@ -74,6 +85,15 @@ class Attention(nn.Module):
         )
         return out(o.reshape(-1, queries * spec.head_dim)), cache  # [T, Hq * Dh] -> [T, M]
 
+    def _normalise(self, heads: Array, name: str) -> Array:
+        """q or k [T, heads, Dh], normalised where asked."""
+        spec = self.spec
+        if spec.qk_norm_eps is None:
+            return heads
+        x = heads.reshape(len(heads), -1) if spec.qk_norm_whole else heads
+        norm = RMSNorm(x.shape[-1], spec.qk_norm_eps, self.dtype, spec.qk_norm_offset, name=name)
+        return norm(x).reshape(heads.shape)
+
 
 def attention_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: AttentionSpec) -> list[TensorName]:
     """Tensors of one mixer; `hubs` are the spellings of its prefix in checkpoints."""
@@ -81,14 +101,19 @@ def attention_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: Attentio
     def spell(name: str) -> tuple[str, ...]:
         return tuple(f"{hub}.{name}" for hub in hubs)
 
-    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
+    rows, row = {}, 0
+    for part, count in spec.heads.items():
+        rows[part] = (row, row + count * spec.head_dim)
+        row = rows[part][1]
     names = []
     for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-        row = 0
-        for name, count in heads.items():
-            rows = (row, row + count * spec.head_dim)
-            names.append(TensorName(spell(f"{name}.{kind}"), (*path, "qkv_proj", kind), rows=rows))
-            row = rows[1]
+        at = (*path, "qkv_proj", kind)
+        if spec.gated:  # one tensor in the file, with each head's query before its gate
+            for part, start in (("q", 0), ("gate", spec.head_dim)):
+                share = FileRows(start, start + spec.head_dim, 2 * spec.head_dim, spec.num_heads)
+                names.append(TensorName(spell(f"q_proj.{kind}"), at, rows=rows[part], file_rows=share))
+        whole = ("k", "v") if spec.gated else ("q", "k", "v")
+        names += [TensorName(spell(f"{part}_proj.{kind}"), at, rows=rows[part]) for part in whole]
     for kind in ("weight", "bias") if spec.out_bias else ("weight",):
         names.append(TensorName(spell(f"o_proj.{kind}"), (*path, "o_proj", kind)))
     if spec.qk_norm_eps is not None:

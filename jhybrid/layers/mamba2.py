@@ -10,7 +10,7 @@ from jax import Array
 from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
 from jhybrid.layers.norm import GatedRMSNorm
-from jhybrid.layers.parameter import parameter
+from jhybrid.layers.parameter import inverse_softplus_of_log_uniform, log_of_uniform, parameter, uniform
 from jhybrid.weights.names import TensorName
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.spans import Spans
@@ -70,7 +70,7 @@ class Mamba2(nn.Module):
         projected = Linear(width, spec.hidden_size, self.dtype, spec.proj_bias, name="in_proj")(x)
         gate, xBC, dt = jnp.split(projected, [spec.inner_size, spec.inner_size + spec.conv_size], axis=1)
         xBC, cache = self._convolve(xBC, cache, spans)
-        dt_bias = parameter(self, "dt_bias", _inverse_softplus_of_log_uniform(spec.dt_init), dt.shape[1:], jnp.float32)
+        dt_bias = parameter(self, "dt_bias", inverse_softplus_of_log_uniform(*spec.dt_init), dt.shape[1:], jnp.float32)
         y, cache = self._scan(xBC, step_size(dt, dt_bias, spec.dt_limit, spans), cache, spans)
         y = GatedRMSNorm(spec.inner_size, spec.norm_groups, spec.norm_eps, self.dtype, name="norm")(y, gate)
         out = Linear(
@@ -82,7 +82,7 @@ class Mamba2(nn.Module):
         spec = self.spec
         bound = spec.conv_kernel**-0.5  # depthwise: the fan-in is the kernel alone
         shape = (spec.conv_size, spec.conv_kernel)
-        weight = parameter(self, "conv_weight", _uniform(bound), shape, self.dtype)
+        weight = parameter(self, "conv_weight", uniform(bound), shape, self.dtype)
         bias = parameter(self, "conv_bias", nn.initializers.zeros, shape[:1], self.dtype) if spec.conv_bias else None
         window, base = cache.open(self.layer_id, "conv")
         xBC, window = causal_conv(xBC, weight, bias, window, spans, activation="silu", base=base)
@@ -91,7 +91,7 @@ class Mamba2(nn.Module):
     def _scan(self, xBC: Array, dt: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec = self.spec
         heads, groups = (spec.num_heads,), spec.num_groups * spec.state_size
-        A = -jnp.exp(parameter(self, "A_log", _log_uniform_1_16, heads, jnp.float32))
+        A = -jnp.exp(parameter(self, "A_log", log_of_uniform(1.0, 16.0), heads, jnp.float32))
         D = parameter(self, "D", nn.initializers.ones, heads, jnp.float32)
         x, B, C = jnp.split(xBC, [spec.inner_size, spec.inner_size + groups], axis=1)
         x = x.reshape(-1, spec.num_heads, spec.head_dim)  # [T, H, P]
@@ -132,24 +132,3 @@ def mamba2_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: Mamba2Spec)
         TensorName(tuple(f"{hub}.{name}" for hub in hubs), (*path, *at), file_shape=in_file.get(name))
         for name, at in places.items()
     ]
-
-
-def _uniform(bound: float):
-    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
-
-    return init
-
-
-def _log_uniform_1_16(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """log A with A uniform in [1, 16], as the paper's code draws it."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
-
-
-def _inverse_softplus_of_log_uniform(limits: tuple[float, float]):
-    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        low, high = jnp.log(jnp.array(limits, dtype))
-        dt = jnp.exp(jax.random.uniform(key, shape, dtype) * (high - low) + low)
-        return dt + jnp.log(-jnp.expm1(-dt))
-
-    return init

@@ -16,7 +16,7 @@ def relu2(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu2": relu2}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu2": relu2, "sigmoid": jax.nn.sigmoid}
 
 
 def activate(h: Array, activation: str, gated: bool) -> Array:

@@ -5,25 +5,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jhybrid.layers.mlp import ACTIVATIONS
 from jhybrid.layers.parameter import parameter
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * w over the last axis (Zhang and Sennrich 2019). Parameter: `weight` [size] float32."""
+    """x / rms(x) * (offset + w) over the last axis (Zhang and Sennrich 2019). Parameter: `weight` [size] float32."""
 
     size: int
     eps: float
     dtype: jnp.dtype  # of the result
+    offset: float = 0.0  # 1 where checkpoints hold weights less 1
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., size] -> [..., size]."""
-        weight = parameter(self, "weight", nn.initializers.ones, (self.size,), jnp.float32)
+        init = nn.initializers.constant(1.0 - self.offset)
+        weight = parameter(self, "weight", init, (self.size,), jnp.float32) + self.offset
         return (_normalised(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm over each of `groups` equal parts of the last axis, with y multiplied by silu(gate) before or after.
+    """RMSNorm over each of `groups` equal parts of the last axis, with y multiplied by act(gate) before or after.
 
     Mamba2 (Dao and Gu 2024, section 7.1) gates first. Parameter: `weight` [size] float32.
     """
@@ -33,13 +36,14 @@ class GatedRMSNorm(nn.Module):
     eps: float
     dtype: jnp.dtype
     norm_before_gate: bool = False
+    activation: str = "silu"
 
     @nn.compact
     def __call__(self, y: Array, gate: Array) -> Array:
         """y, gate [..., size] -> [..., size]."""
         weight = parameter(self, "weight", nn.initializers.ones, (self.size,), jnp.float32)
         y = y.astype(jnp.float32)
-        opened = jax.nn.silu(gate.astype(jnp.float32))
+        opened = ACTIVATIONS[self.activation](gate.astype(jnp.float32))
         if not self.norm_before_gate:
             y = y * opened
         parts = y.reshape(*y.shape[:-1], self.groups, self.size // self.groups)

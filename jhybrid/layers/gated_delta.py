@@ -1,0 +1,197 @@
+"""GatedDelta: the mixer of the gated delta rule, with a decay per head (Gated DeltaNet) or per channel (Kimi Delta).
+
+Sources: Yang et al. 2024, "Gated Delta Networks", section 3.4; Kimi Team 2025, "Kimi Linear", section 4.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jhybrid.cache.router import AnyCache, Part
+from jhybrid.layers.linear import INIT_STD, Linear
+from jhybrid.layers.norm import GatedRMSNorm
+from jhybrid.layers.parameter import inverse_softplus_of_log_uniform, log_of_uniform, parameter, uniform
+from jhybrid.weights.names import FileRows, TensorName
+from kernels_pallas.causal_conv import causal_conv
+from kernels_pallas.gated_delta import gated_delta
+from kernels_pallas.spans import Spans
+
+KEY_EPS = 1e-6  # within the root of the length of keys and queries; no config has it
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """Sizes and switches of the mixer; all layers of a model share one."""
+
+    hidden_size: int  # M
+    num_k_heads: int  # Hk
+    num_v_heads: int  # H, a multiple of Hk
+    k_dim: int  # dk
+    v_dim: int  # dv
+    conv_kernel: int  # K
+    norm_eps: float
+    bottleneck: int | None = None  # through which a decay per channel and the gate are computed; None: per head, direct
+    gate_activation: str = "silu"
+    beta_scale: float = 1.0  # 2 lets the state's eigenvalues be negative
+
+    @property
+    def inner_size(self) -> int:
+        """H * dv."""
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def decay_size(self) -> int:
+        """Decays of a token: H, or H * dk."""
+        return self.num_v_heads * (1 if self.bottleneck is None else self.k_dim)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows of each part of `in_proj`, in order; the first three pass the convolution."""
+        keys = self.num_k_heads * self.k_dim
+        return {
+            "q": keys,
+            "k": keys,
+            "v": self.inner_size,
+            "gate": self.bottleneck or self.inner_size,
+            "beta": self.num_v_heads,
+            "decay": self.bottleneck or self.decay_size,
+        }
+
+    @property
+    def conv_size(self) -> int:
+        """Channels that pass the convolution."""
+        return sum(self.sizes[part] for part in ("q", "k", "v"))
+
+    def parts(self, state_dtype: str, conv_dtype: str) -> tuple[Part, ...]:
+        """What one layer keeps per slot."""
+        return (
+            Part("conv", "slot", (self.conv_kernel, self.conv_size), conv_dtype),
+            Part("delta", "slot", (self.num_v_heads, self.k_dim, self.v_dim), state_dtype),
+        )
+
+
+class GatedDelta(nn.Module):
+    """Parameters: `in_proj` (rows q | k | v | gate | beta | decay), `conv_weight` [D, K], `A_log` [H] and `dt_bias` [H]
+    or [H dk], both float32, `norm` [dv], `out_proj`; with a bottleneck also `decay_proj` and `gate_proj`, out of it.
+    Cache parts: `conv` and `delta`.
+    """
+
+    spec: GatedDeltaSpec
+    layer_id: int
+    dtype: jnp.dtype
+    out_std: float = INIT_STD
+
+    @nn.compact
+    def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
+        """x [T, M] -> [T, M]."""
+        spec, sizes = self.spec, self.spec.sizes
+        projected = Linear(sum(sizes.values()), spec.hidden_size, self.dtype, name="in_proj")(x)
+        widths = [spec.conv_size, *(sizes[part] for part in ("gate", "beta"))]
+        qkv, gate, beta, decay = jnp.split(projected, [sum(widths[: n + 1]) for n in range(3)], axis=1)
+        if spec.bottleneck is not None:
+            gate = Linear(spec.inner_size, spec.bottleneck, self.dtype, name="gate_proj")(gate)
+            decay = Linear(spec.decay_size, spec.bottleneck, self.dtype, name="decay_proj")(decay)
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32)) * spec.beta_scale
+        qkv, cache = self._convolve(qkv, cache, spans)
+        o, cache = self._update(qkv, self._log_decay(decay), beta, cache, spans)  # [T, H, dv]
+        norm = GatedRMSNorm(
+            spec.v_dim,
+            1,
+            spec.norm_eps,
+            self.dtype,
+            norm_before_gate=True,
+            activation=spec.gate_activation,
+            name="norm",
+        )
+        o = norm(o, gate.reshape(o.shape)).reshape(-1, spec.inner_size)  # [T, H * dv]
+        out = Linear(spec.hidden_size, spec.inner_size, self.dtype, init_std=self.out_std, name="out_proj")
+        return out(o), cache
+
+    def _convolve(self, qkv: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
+        spec = self.spec
+        shape = (spec.conv_size, spec.conv_kernel)
+        weight = parameter(self, "conv_weight", uniform(spec.conv_kernel**-0.5), shape, self.dtype)
+        window, base = cache.open(self.layer_id, "conv")
+        qkv, window = causal_conv(qkv, weight, None, window, spans, activation="silu", base=base)
+        return qkv, cache.put(self.layer_id, "conv", window)
+
+    def _log_decay(self, decay: Array) -> Array:
+        """[T, H] or [T, H, dk] float32: -exp(A_log) softplus(decay + dt_bias)."""
+        heads = self.spec.num_v_heads
+        A = jnp.exp(parameter(self, "A_log", log_of_uniform(1.0, 16.0), (heads,), jnp.float32))
+        init = inverse_softplus_of_log_uniform(0.001, 0.1)
+        dt = jax.nn.softplus(decay.astype(jnp.float32) + parameter(self, "dt_bias", init, decay.shape[1:], jnp.float32))
+        if self.spec.bottleneck is None:
+            return -A * dt
+        return -A[:, None] * dt.reshape(-1, heads, self.spec.k_dim)
+
+    def _update(
+        self, qkv: Array, log_decay: Array, beta: Array, cache: AnyCache, spans: Spans
+    ) -> tuple[Array, AnyCache]:
+        spec, keys = self.spec, self.spec.sizes["k"]
+        q, k, v = jnp.split(qkv.astype(jnp.float32), [keys, 2 * keys], axis=1)
+        q, k = (_unit_length(a.reshape(-1, spec.num_k_heads, spec.k_dim)) for a in (q, k))
+        v = v.reshape(-1, spec.num_v_heads, spec.v_dim)
+        state, base = cache.open(self.layer_id, "delta")
+        o, state = gated_delta(q * spec.k_dim**-0.5, k, v, log_decay, beta, state, spans, base=base)
+        return o, cache.put(self.layer_id, "delta", state)
+
+
+def _unit_length(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + KEY_EPS)
+
+
+def gated_delta_names(
+    hubs: tuple[str, ...],
+    path: tuple[str, ...],
+    spec: GatedDeltaSpec,
+    *,
+    projections: Mapping[str, tuple[str, ...]],
+    convolutions: Mapping[str, tuple[str, ...]],
+    renamed: Mapping[str, str],
+    interleaved: bool = False,
+) -> list[TensorName]:
+    """Tensors of one mixer; `hubs` are the spellings of its prefix in checkpoints.
+
+    `projections` and `convolutions` say of each tensor of a checkpoint which parts (as in `GatedDeltaSpec.sizes`) it
+    holds, one after the other; `interleaved` projections hold them key head by key head. `renamed` says what the
+    checkpoint calls `norm`, `out_proj`, `gate_proj` and `decay_proj`.
+    """
+
+    def spell(tensor: str) -> tuple[str, ...]:
+        return tuple(f"{hub}.{tensor}" for hub in hubs)
+
+    groups = spec.num_k_heads if interleaved else 1
+    names = []
+    for tensor, parts in projections.items():
+        for rows, file_rows in _shared_rows(spec, parts, groups):
+            at = (*path, "in_proj", "weight")
+            names.append(TensorName(spell(f"{tensor}.weight"), at, rows=rows, file_rows=file_rows))
+    for tensor, parts in convolutions.items():
+        shape = (sum(spec.sizes[part] for part in parts), 1, spec.conv_kernel)
+        for rows, file_rows in _shared_rows(spec, parts, 1):
+            at = (*path, "conv_weight")
+            names.append(TensorName(spell(f"{tensor}.weight"), at, rows=rows, file_rows=file_rows, file_shape=shape))
+    A_log = None if spec.bottleneck is None else (1, 1, spec.num_v_heads, 1)
+    names.append(TensorName(spell("A_log"), (*path, "A_log"), file_shape=A_log))
+    names.append(TensorName(spell("dt_bias"), (*path, "dt_bias")))
+    modules = ("norm", "out_proj") if spec.bottleneck is None else ("norm", "out_proj", "gate_proj", "decay_proj")
+    names += [TensorName(spell(f"{renamed.get(m, m)}.weight"), (*path, m, "weight")) for m in modules]
+    return names
+
+
+def _shared_rows(
+    spec: GatedDeltaSpec, parts: tuple[str, ...], groups: int
+) -> Iterator[tuple[tuple[int, int], FileRows]]:
+    """Of each part that a tensor holds: its rows in `in_proj` (or of the convolution), and those in the tensor."""
+    order, sizes = list(spec.sizes), spec.sizes
+    total, done = sum(sizes[part] for part in parts) // groups, 0
+    for part in parts:
+        start = sum(sizes[earlier] for earlier in order[: order.index(part)])
+        size = sizes[part] // groups
+        yield (start, start + sizes[part]), FileRows(done, done + size, total, groups)
+        done += size
