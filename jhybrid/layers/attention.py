@@ -1,5 +1,6 @@
 """Attention: grouped-query causal attention with one fused q/k/v projection, with or without rotary positions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import flax.linen as nn
@@ -95,11 +96,15 @@ class Attention(nn.Module):
         return norm(x).reshape(heads.shape)
 
 
-def attention_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: AttentionSpec) -> list[TensorName]:
-    """Tensors of one mixer; `hubs` are the spellings of its prefix in checkpoints."""
+def attention_names(
+    hubs: tuple[str, ...], path: tuple[str, ...], spec: AttentionSpec, renamed: Mapping[str, str] | None = None
+) -> list[TensorName]:
+    """Tensors of one mixer; `hubs` are the spellings of its prefix in checkpoints, `renamed` what a family calls
+    its `o_proj`, `q_norm` or `k_norm`.
+    """
 
-    def spell(name: str) -> tuple[str, ...]:
-        return tuple(f"{hub}.{name}" for hub in hubs)
+    def spell(module: str, kind: str) -> tuple[str, ...]:
+        return tuple(f"{hub}.{(renamed or {}).get(module, module)}.{kind}" for hub in hubs)
 
     rows, row = {}, 0
     for part, count in spec.heads.items():
@@ -111,11 +116,11 @@ def attention_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: Attentio
         if spec.gated:  # one tensor in the file, with each head's query before its gate
             for part, start in (("q", 0), ("gate", spec.head_dim)):
                 share = FileRows(start, start + spec.head_dim, 2 * spec.head_dim, spec.num_heads)
-                names.append(TensorName(spell(f"q_proj.{kind}"), at, rows=rows[part], file_rows=share))
+                names.append(TensorName(spell("q_proj", kind), at, rows=rows[part], file_rows=share))
         whole = ("k", "v") if spec.gated else ("q", "k", "v")
-        names += [TensorName(spell(f"{part}_proj.{kind}"), at, rows=rows[part]) for part in whole]
+        names += [TensorName(spell(f"{part}_proj", kind), at, rows=rows[part]) for part in whole]
     for kind in ("weight", "bias") if spec.out_bias else ("weight",):
-        names.append(TensorName(spell(f"o_proj.{kind}"), (*path, "o_proj", kind)))
+        names.append(TensorName(spell("o_proj", kind), (*path, "o_proj", kind)))
     if spec.qk_norm_eps is not None:
-        names += [TensorName(spell(f"{n}.weight"), (*path, n, "weight")) for n in ("q_norm", "k_norm")]
+        names += [TensorName(spell(n, "weight"), (*path, n, "weight")) for n in ("q_norm", "k_norm")]
     return names

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
-from jhybrid.layers.norm import GatedRMSNorm
+from jhybrid.layers.norm import GatedRMSNorm, gated
 from jhybrid.layers.parameter import inverse_softplus_of_log_uniform, log_of_uniform, parameter, uniform
 from jhybrid.weights.names import TensorName
 from kernels_pallas.causal_conv import causal_conv
@@ -27,12 +28,14 @@ class Mamba2Spec:
     state_size: int  # N
     num_groups: int  # G
     conv_kernel: int  # K
-    norm_groups: int
+    norm_groups: int | None  # None: gated, but not normalised
     norm_eps: float
     conv_bias: bool
     proj_bias: bool
     dt_limit: tuple[float, float]
     dt_init: tuple[float, float] = (0.001, 0.1)  # fresh heads step between these, log-uniformly
+    norm_before_gate: bool = False
+    projected_multipliers: tuple[float, ...] | None = None  # of z, x, B, C, dt, the parts of `in_proj`'s output
 
     @property
     def inner_size(self) -> int:
@@ -54,7 +57,7 @@ class Mamba2Spec:
 
 class Mamba2(nn.Module):
     """Parameters: `in_proj` (rows z | x | B | C | dt), `conv_weight` [D, K], `conv_bias`, `A_log`, `D`, `dt_bias` [H]
-    float32, `norm`, `out_proj`. Cache parts: `conv` and `ssm`.
+    float32, `norm` unless there is none, `out_proj`. Cache parts: `conv` and `ssm`.
     """
 
     spec: Mamba2Spec
@@ -68,11 +71,19 @@ class Mamba2(nn.Module):
         spec = self.spec
         width = spec.inner_size + spec.conv_size + spec.num_heads
         projected = Linear(width, spec.hidden_size, self.dtype, spec.proj_bias, name="in_proj")(x)
+        if spec.projected_multipliers is not None:
+            groups = spec.num_groups * spec.state_size
+            sizes = (spec.inner_size, spec.inner_size, groups, groups, spec.num_heads)
+            projected = projected * np.repeat(spec.projected_multipliers, sizes).astype(self.dtype)
         gate, xBC, dt = jnp.split(projected, [spec.inner_size, spec.inner_size + spec.conv_size], axis=1)
         xBC, cache = self._convolve(xBC, cache, spans)
         dt_bias = parameter(self, "dt_bias", inverse_softplus_of_log_uniform(*spec.dt_init), dt.shape[1:], jnp.float32)
         y, cache = self._scan(xBC, step_size(dt, dt_bias, spec.dt_limit, spans), cache, spans)
-        y = GatedRMSNorm(spec.inner_size, spec.norm_groups, spec.norm_eps, self.dtype, name="norm")(y, gate)
+        if spec.norm_groups is None:
+            y = gated(y, gate).astype(self.dtype)
+        else:
+            sizes = (spec.inner_size, spec.norm_groups, spec.norm_eps, self.dtype)
+            y = GatedRMSNorm(*sizes, spec.norm_before_gate, name="norm")(y, gate)
         out = Linear(
             spec.hidden_size, spec.inner_size, self.dtype, spec.proj_bias, init_std=self.out_std, name="out_proj"
         )
@@ -119,10 +130,11 @@ def mamba2_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: Mamba2Spec)
         "D": ("D",),
         "dt_bias": ("dt_bias",),
         "conv1d.weight": ("conv_weight",),
-        "norm.weight": ("norm", "weight"),
         "in_proj.weight": ("in_proj", "weight"),
         "out_proj.weight": ("out_proj", "weight"),
     }
+    if spec.norm_groups is not None:
+        places["norm.weight"] = ("norm", "weight")
     if spec.conv_bias:
         places["conv1d.bias"] = ("conv_bias",)
     if spec.proj_bias:

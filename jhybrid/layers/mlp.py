@@ -16,16 +16,17 @@ def relu2(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu2": relu2, "sigmoid": jax.nn.sigmoid}
 
 
-def activate(h: Array, activation: str, gated: bool) -> Array:
-    """h [..., 2I] (gate first) -> act(gate) * up [..., I] when gated, else act(h)."""
+def activate(h: Array, activation: str, gated: bool, gate_multiplier: float = 1.0) -> Array:
+    """h [..., 2I] (gate first) -> act(gate * multiplier) * up [..., I] when gated, else act(h)."""
     act = ACTIVATIONS[activation]
     if not gated:
         return act(h)
     gate, up = jnp.split(h, 2, axis=-1)
-    return act(gate) * up
+    return act(gate * gate_multiplier) * up
 
 
 class Mlp(nn.Module):
@@ -38,6 +39,7 @@ class Mlp(nn.Module):
     dtype: jnp.dtype
     bias: bool = False
     out_std: float = INIT_STD
+    gate_multiplier: float = 1.0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -47,7 +49,7 @@ class Mlp(nn.Module):
         down = Linear(
             self.hidden_size, self.intermediate_size, self.dtype, self.bias, init_std=self.out_std, name="down_proj"
         )
-        return down(activate(up(x), self.activation, self.gated))
+        return down(activate(up(x), self.activation, self.gated, self.gate_multiplier))
 
 
 def mlp_names(hubs: tuple[str, ...], path: tuple[str, ...], *, bias: bool) -> list[TensorName]:
@@ -61,14 +63,20 @@ def mlp_names(hubs: tuple[str, ...], path: tuple[str, ...], *, bias: bool) -> li
 
 
 def gated_mlp_names(
-    hubs: tuple[str, ...], path: tuple[str, ...], intermediate_size: int, *, bias: bool
+    hubs: tuple[str, ...],
+    path: tuple[str, ...],
+    intermediate_size: int,
+    *,
+    bias: bool,
+    spelled: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> list[TensorName]:
-    """Tensors of a gated Mlp that checkpoints store as `gate_proj`, `up_proj` and `down_proj`."""
-    halves = {"gate_proj": (0, intermediate_size), "up_proj": (intermediate_size, 2 * intermediate_size)}
+    """Tensors of a gated Mlp that checkpoints store as gate, up and down projections, `spelled` so."""
+    gate, up, down = spelled
+    halves = {gate: (0, intermediate_size), up: (intermediate_size, 2 * intermediate_size)}
     names = []
     for kind in ("weight", "bias") if bias else ("weight",):
         for proj, rows in halves.items():
-            spelled = tuple(f"{hub}.{proj}.{kind}" for hub in hubs)
-            names.append(TensorName(spelled, (*path, "gate_up_proj", kind), rows=rows))
-        names.append(TensorName(tuple(f"{hub}.down_proj.{kind}" for hub in hubs), (*path, "down_proj", kind)))
+            tensors = tuple(f"{hub}.{proj}.{kind}" for hub in hubs)
+            names.append(TensorName(tensors, (*path, "gate_up_proj", kind), rows=rows))
+        names.append(TensorName(tuple(f"{hub}.{down}.{kind}" for hub in hubs), (*path, "down_proj", kind)))
     return names

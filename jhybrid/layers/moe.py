@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, linear
-from jhybrid.layers.mlp import activate
+from jhybrid.layers.mlp import GATE_UP_DOWN, activate
 from jhybrid.layers.parameter import parameter
+from jhybrid.weights.names import TensorName
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.spans import Spans
 
@@ -44,7 +45,8 @@ class SoftmaxRouter(nn.Module):
 class SigmoidRouter(nn.Module):
     """Sigmoid scores; a bias that sways the choice but not the weights; choice within the best groups of experts.
 
-    DeepSeek-V3, section 2.1.2 (arXiv:2412.19437). Parameters: `weight` [E, M], `correction_bias` [E], both float32.
+    DeepSeek-V3, section 2.1.2 (arXiv:2412.19437). Parameters: `weight` [E, M], `correction_bias` [E] unless not
+    `biased`, both float32.
     """
 
     num_experts: int
@@ -54,19 +56,22 @@ class SigmoidRouter(nn.Module):
     top_groups: int
     normalise: bool
     scaling: float
+    biased: bool = True
+    normaliser_eps: float = 1e-20
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """x [T, M] -> experts [T, k] int32, weights [T, k] float32."""
         scores = jax.nn.sigmoid(_router_logits(self, x, self.num_experts, self.hidden_size))
-        bias = parameter(self, "correction_bias", nn.initializers.zeros, (self.num_experts,), jnp.float32)
-        choice = jax.lax.stop_gradient(scores) + bias
+        choice = jax.lax.stop_gradient(scores)
+        if self.biased:
+            choice += parameter(self, "correction_bias", nn.initializers.zeros, (self.num_experts,), jnp.float32)
         if self.top_groups < self.num_groups:
             choice = self._within_best_groups(choice)
         _, experts = jax.lax.top_k(choice, self.top_k)
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if self.normalise:
-            weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
+            weights = weights / (weights.sum(axis=1, keepdims=True) + self.normaliser_eps)
         return experts, weights * self.scaling
 
     def _within_best_groups(self, choice: Array) -> Array:
@@ -107,6 +112,19 @@ class Experts(nn.Module):
         h = activate(h, spec.activation, spec.gated)
         y = grouped_matmul(h, down, sizes)[place].reshape(-1, spec.top_k, spec.input_size)  # [T, k, D]
         return jnp.einsum("tkd,tk->td", y.astype(jnp.float32), weights).astype(x.dtype)
+
+
+def gated_expert_names(
+    hubs: tuple[str, ...], path: tuple[str, ...], spec: ExpertsSpec, spelled: tuple[str, str, str] = GATE_UP_DOWN
+) -> list[TensorName]:
+    """Tensors of gated Experts that checkpoints store expert by expert, as gate, up and down, `spelled` so."""
+    width = spec.intermediate_size
+    places = ("gate_up_proj", (0, width)), ("gate_up_proj", (width, 2 * width)), ("down_proj", None)
+    return [
+        TensorName(tuple(f"{hub}.{e}.{proj}.weight" for hub in hubs), (*path, parameter), index=e, rows=rows)
+        for e in range(spec.num_experts)
+        for proj, (parameter, rows) in zip(spelled, places, strict=True)
+    ]
 
 
 def _router_logits(module: nn.Module, x: Array, num_experts: int, hidden_size: int) -> Array:

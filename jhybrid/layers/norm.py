@@ -43,14 +43,18 @@ class GatedRMSNorm(nn.Module):
         """y, gate [..., size] -> [..., size]."""
         weight = parameter(self, "weight", nn.initializers.ones, (self.size,), jnp.float32)
         y = y.astype(jnp.float32)
-        opened = ACTIVATIONS[self.activation](gate.astype(jnp.float32))
         if not self.norm_before_gate:
-            y = y * opened
+            y = gated(y, gate, self.activation)
         parts = y.reshape(*y.shape[:-1], self.groups, self.size // self.groups)
         y = _normalised(parts, self.eps).reshape(y.shape) * weight
         if self.norm_before_gate:
-            y = y * opened
+            y = gated(y, gate, self.activation)
         return y.astype(self.dtype)
+
+
+def gated(y: Array, gate: Array, activation: str = "silu") -> Array:
+    """y times the activated gate, in float32."""
+    return y.astype(jnp.float32) * ACTIVATIONS[activation](gate.astype(jnp.float32))
 
 
 def _normalised(x: Array, eps: float) -> Array:

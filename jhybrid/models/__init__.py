@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jhybrid.errors import ConfigError
-from jhybrid.models import bamba, granite_hybrid, llama, mamba2, nemotron_h
+from jhybrid.models import bamba, falcon_h1, granite_hybrid, lfm2, llama, mamba2, nemotron_h
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
 from jhybrid.models.hf_config import load_json
 
@@ -25,6 +25,9 @@ _ALL = (
     ),
     Family("BambaForCausalLM", "bamba", bamba.BambaConfig, bamba.decoder, bamba.weight_names),
     Family("Mamba2ForCausalLM", "mamba2", mamba2.Mamba2ModelConfig, mamba2.decoder, mamba2.weight_names),
+    Family("Lfm2ForCausalLM", "lfm2", lfm2.Lfm2Config, lfm2.decoder, lfm2.weight_names),
+    Family("Lfm2MoeForCausalLM", "lfm2_moe", lfm2.Lfm2MoeConfig, lfm2.decoder, lfm2.weight_names),
+    Family("FalconH1ForCausalLM", "falcon_h1", falcon_h1.FalconH1Config, falcon_h1.decoder, falcon_h1.weight_names),
     Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.decoder, llama.weight_names),
     Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.decoder, llama.weight_names),
 )

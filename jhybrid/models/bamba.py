@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
-from jhybrid.errors import ConfigError
 from jhybrid.layers.attention import Attention, AttentionSpec, attention_names
 from jhybrid.layers.decoder import Decoder
 from jhybrid.layers.linear import out_std
@@ -128,8 +127,5 @@ def weight_names(config: BambaConfig) -> list[TensorName]:
 def _layer_kinds(hf: HfConfig) -> tuple[str, ...]:
     """Attention at `attn_layer_indices`, Mamba2 elsewhere."""
     layers = hf.integer("num_hidden_layers")
-    indices = hf.items("attn_layer_indices", default=[])
-    for i in indices:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers:
-            raise ConfigError("attn_layer_indices", f"{i!r} is no layer; num_hidden_layers is {layers}")
+    indices = hf.layer_indices("attn_layer_indices", layers, default=[])
     return tuple("attention" if i in indices else "mamba" for i in range(layers))

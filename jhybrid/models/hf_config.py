@@ -20,6 +20,7 @@ LAYER_KINDS = {
     "linear_attention": "mamba",
     "attention": "attention",
     "full_attention": "attention",
+    "conv": "conv",
     "mlp": "mlp",
     "moe": "moe",
 }
@@ -109,6 +110,14 @@ class HfConfig:
                 )
             kinds.append(kind)
         return tuple(kinds)
+
+    def layer_indices(self, key: str, layers: int, default: list | None = None) -> list[int]:
+        """A list of layers by their number, below `layers`."""
+        indices = self.items(key, default=default)
+        for i in indices:
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers:
+                raise ConfigError(self._where + key, f"{i!r} is no layer; num_hidden_layers is {layers}")
+        return indices
 
     def rope(self, head_dim: int, *, partial: float | None = None, default_theta: float | None = None) -> Rope:
         """Rotary frequencies, from `rope_parameters` (5.x), or `rope_theta` and `rope_scaling` at the top level.

@@ -7,14 +7,17 @@ from jhybrid.layers.rope import Rope
 from jhybrid.models.hf_config import HfConfig
 
 
-def read_mamba2(hf: HfConfig, hidden_size: int, eps: float) -> Mamba2Spec:
-    """From `mamba_n_heads`, `mamba_d_head`, ... (Granite 4 H, Bamba)."""
+def read_mamba2(hf: HfConfig, hidden_size: int, eps: float, inner: tuple[str, int] | None = None) -> Mamba2Spec:
+    """From `mamba_n_heads`, `mamba_d_head`, ... (Granite 4 H, Bamba, Falcon-H1).
+
+    `inner` is the key and the value of the inner width where it is not `mamba_expand` times the hidden size.
+    """
     groups = hf.integer("mamba_n_groups")
     heads = hf.multiple("mamba_n_heads", of=("mamba_n_groups", groups))
-    inner = hf.integer("mamba_expand") * hidden_size
+    name, width = inner or ("mamba_expand * hidden_size", hf.integer("mamba_expand") * hidden_size)
     derived = hf.raw.get("mamba_d_head", "auto") == "auto"
-    head_dim = inner // heads if derived else hf.integer("mamba_d_head")
-    check_inner_size(("mamba_n_heads", heads), ("mamba_d_head", head_dim), "mamba_expand", inner)
+    head_dim = width // heads if derived else hf.integer("mamba_d_head")
+    check_inner_size(("mamba_n_heads", heads), ("mamba_d_head", head_dim), (name, width))
     hf.one_of("hidden_act", "silu")  # it is also the activation after the convolution
     return Mamba2Spec(
         hidden_size=hidden_size,
@@ -31,12 +34,10 @@ def read_mamba2(hf: HfConfig, hidden_size: int, eps: float) -> Mamba2Spec:
     )
 
 
-def check_inner_size(heads: tuple[str, int], head_dim: tuple[str, int], expand: str, inner: int) -> None:
+def check_inner_size(heads: tuple[str, int], head_dim: tuple[str, int], inner: tuple[str, int]) -> None:
     """Refuse heads that do not make up the inner width; each argument is a key and its value."""
-    if heads[1] * head_dim[1] != inner:
-        raise ConfigError(
-            heads[0], f"{heads[1]} heads of {head_dim[0]}={head_dim[1]} are not {expand} * hidden_size = {inner}"
-        )
+    if heads[1] * head_dim[1] != inner[1]:
+        raise ConfigError(heads[0], f"{heads[1]} heads of {head_dim[0]}={head_dim[1]} are not {inner[0]} = {inner[1]}")
 
 
 def read_head_dim(hf: HfConfig, hidden_size: int) -> int:

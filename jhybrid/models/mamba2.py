@@ -99,7 +99,8 @@ def weight_names(config: Mamba2ModelConfig) -> list[TensorName]:
 def _mamba_spec(hf: HfConfig, hidden: int, eps: float) -> Mamba2Spec:
     groups, head_dim = hf.integer("n_groups"), hf.integer("head_dim")
     heads = hf.multiple("num_heads", of=("n_groups", groups))
-    check_inner_size(("num_heads", heads), ("head_dim", head_dim), "expand", hf.integer("expand") * hidden)
+    inner = hf.integer("expand") * hidden
+    check_inner_size(("num_heads", heads), ("head_dim", head_dim), ("expand * hidden_size", inner))
     hf.one_of("hidden_act", "silu")
     return Mamba2Spec(
         hidden_size=hidden,

@@ -79,6 +79,41 @@ GRANITE = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 512,
 }
+LFM2 = {
+    "model_type": "lfm2",
+    "vocab_size": 263,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
+FALCON_H1 = {
+    "model_type": "falcon_h1",
+    "vocab_size": 263,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 72,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+    "max_position_embeddings": 512,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 0.9,
+    "ssm_out_multiplier": 1.2,
+    "ssm_multipliers": [0.8, 1.2, 0.9, 1.1, 0.7],
+    "mlp_multipliers": [0.8, 1.1],
+}
 MODELS: dict[str, dict] = {
     "nemotron_h_moe": {**NEMOTRON_H_MOE, "hybrid_override_pattern": "ME*M-MEM"},
     "nemotron_h_latent": {**NEMOTRON_H_MOE, "hybrid_override_pattern": "EM*ME", "moe_latent_size": 32},
@@ -121,6 +156,35 @@ MODELS: dict[str, dict] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
         "max_position_embeddings": 512,
     },
+    "lfm2": {
+        **LFM2,
+        "num_hidden_layers": 6,
+        "layer_types": list("ccacca"),
+        "intermediate_size": 130,
+        "block_multiple_of": 16,
+    },
+    "lfm2_moe": {
+        **LFM2,
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 5,
+        "layer_types": list("cacca"),
+        "intermediate_size": 72,
+        "num_dense_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+        "conv_L_cache": 4,
+        "conv_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "falcon_h1": FALCON_H1,
+    "falcon_h1_norm": {
+        **FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True,
+        "tie_word_embeddings": True,
+    },
     "mamba2": {
         "model_type": "mamba2",
         "vocab_size": 263,
@@ -160,7 +224,8 @@ MODELS: dict[str, dict] = {
         "tie_word_embeddings": True,
     },
 }
-LAYER_LETTERS = {"m": "linear_attention", "a": "full_attention"}
+CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")  # sway the choice of experts, not their weights
+LAYER_LETTERS = {"m": "linear_attention", "a": "full_attention", "c": "conv"}
 
 
 class UnfitSeedError(Exception):
@@ -179,7 +244,7 @@ def build(spec: dict, seed: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if "correction_bias" in n}
+        named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith(CHOICE_BIASES)}
         for name in sorted(named):
             named[name].copy_(draw(name, named[name].shape, generator))
         slow_down(model)
@@ -202,7 +267,7 @@ def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tens
         return uniform(-2.0, -0.5)
     if leaf == "D":
         return uniform(-0.5, 1.5)
-    if leaf == "e_score_correction_bias":
+    if leaf in CHOICE_BIASES:
         return uniform(-0.2, 0.2)
     if "norm" in name and len(shape) == 1:
         return uniform(0.5, 1.5)
@@ -235,7 +300,7 @@ def limit_time_steps(model: PreTrainedModel, limit: tuple[float, float] | None) 
 def final_norm(model: PreTrainedModel) -> torch.nn.Module:
     """The norm before the head, whatever the family calls it."""
     body = model.base_model
-    return next(getattr(body, n) for n in ("norm", "norm_f", "final_layernorm") if hasattr(body, n))
+    return next(getattr(body, n) for n in ("norm", "norm_f", "final_layernorm", "embedding_norm") if hasattr(body, n))
 
 
 def watch_routing(model: PreTrainedModel, margins: list[float]) -> None:
@@ -246,8 +311,10 @@ def watch_routing(model: PreTrainedModel, margins: list[float]) -> None:
             top = scores.topk(k + 1, dim=-1).values
             margins.append(float((top[:, k - 1] - top[:, k]).min()))
 
-    def hook(module: torch.nn.Module, _args: tuple, output: tuple) -> None:
+    def hook(module: torch.nn.Module, args: tuple, output: tuple) -> None:
         logits = output[0].float()
+        if len(args) == 2:  # lfm2_moe hands its gate the bias
+            return gap(logits.sigmoid() + args[1], module.top_k)
         if not hasattr(module, "e_score_correction_bias"):
             return gap(logits, module.top_k)
         scores = logits.sigmoid() + module.e_score_correction_bias
@@ -268,7 +335,8 @@ def decays(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
     def hook(mixer: torch.nn.Module):
         def record(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
-            dt = torch.nn.functional.softplus(output[..., -mixer.num_heads :] + mixer.dt_bias)
+            dt = (output * getattr(mixer, "mup_vector", 1.0))[..., -mixer.num_heads :]
+            dt = torch.nn.functional.softplus(dt + mixer.dt_bias)
             seen.append(torch.exp(-dt * mixer.A_log.exp()).flatten())
 
         return mixer.in_proj.register_forward_hook(record)

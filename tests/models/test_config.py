@@ -25,19 +25,24 @@ NEEDED = {
     "max_position_embeddings num_attention_heads mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv",
     "mamba2": "vocab_size hidden_size layer_norm_epsilon num_hidden_layers num_heads head_dim state_size n_groups "
     "expand conv_kernel use_conv_bias use_bias hidden_act residual_in_fp32",
+    "lfm2": "vocab_size hidden_size norm_eps num_hidden_layers layer_types conv_L_cache conv_bias num_attention_heads "
+    "max_position_embeddings tie_word_embeddings intermediate_size block_auto_adjust_ff_dim block_multiple_of",
+    "lfm2_moe": "num_dense_layers num_experts num_experts_per_tok moe_intermediate_size use_expert_bias norm_topk_prob "
+    "routed_scaling_factor layer_types intermediate_size",
+    "falcon_h1": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size rope_parameters "
+    "max_position_embeddings num_attention_heads mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
+    "mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate embedding_multiplier lm_head_multiplier "
+    "key_multiplier attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier",
     "llama": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
     "max_position_embeddings",
     "qwen3": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
     "max_position_embeddings rope_parameters",
 }
-EXAMPLE = {
+EXAMPLE = {model_type: model_type for model_type in NEEDED} | {
     "nemotron_h": "nemotron_h_moe",
     "granitemoehybrid": "granite_moe",
-    "bamba": "bamba",
-    "mamba2": "mamba2",
-    "llama": "llama",
-    "qwen3": "qwen3",
 }
+KIND_OF_ALL_LAYERS = {"mamba2": "mamba", "falcon_h1": "parallel", "llama": "attention", "qwen3": "attention"}
 
 
 def raw_of(name: str) -> dict:
@@ -63,13 +68,17 @@ def test_missing_key_is_named(model_type: str, key: str):
 def test_parts_of_every_layer(name: str):
     config = read_config(GOLDEN / name)
     parts = config.layer_parts(page_size=8, kv_dtype="bfloat16", state_dtype="float32", conv_dtype="bfloat16")
-    kinds = getattr(config, "layer_kinds", ("mamba" if name == "mamba2" else "attention",) * config.num_layers)
-    names = {"mamba": ["conv", "ssm"], "attention": ["kv"], "mlp": [], "moe": []}
+    model_type = raw_of(name)["model_type"]
+    kinds = getattr(config, "layer_kinds", (KIND_OF_ALL_LAYERS.get(model_type),) * config.num_layers)
+    names = {"mamba": ["conv", "ssm"], "attention": ["kv"], "conv": ["conv"], "mlp": [], "moe": []}
+    names["parallel"] = names["mamba"] + names["attention"]
     assert [[p.name for p in layer] for layer in parts] == [names[kind] for kind in kinds]
     shapes = {p.name: (p.unit, p.shape, p.dtype) for layer in parts for p in layer}
     if "ssm" in shapes:
         assert shapes["ssm"] == ("slot", (16, 96), "float32")
         assert shapes["conv"] == ("slot", (4, 96 + 2 * 2 * 16), "bfloat16")
+    if name == "lfm2":
+        assert shapes["conv"] == ("slot", (3, 48), "bfloat16")
     if name == "qwen3":
         assert shapes["kv"] == ("page", (8, 4, 16), "bfloat16")
 
@@ -105,6 +114,18 @@ def test_older_spellings_of_other_keys_agree():
     assert read(old) == read(bamba)
 
 
+def test_older_spellings_of_lfm2_agree():
+    raw = raw_of("lfm2")
+    config = read(raw)
+    old = raw | {"rope_theta": raw["rope_parameters"]["rope_theta"], "full_attn_idxs": [2, 5]}
+    old |= {"block_ff_dim": raw["intermediate_size"], "tie_embedding": raw["tie_word_embeddings"]}
+    for key in ("rope_parameters", "layer_types", "intermediate_size", "tie_word_embeddings"):
+        del old[key]
+    assert read(old) == config
+    assert config.intermediate_size == 96  # 2/3 of 130, rounded up to a multiple of 16
+    assert read(raw | {"block_auto_adjust_ff_dim": False}).intermediate_size == 130
+
+
 @pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])
 def test_spellings_of_infinity(text: str):
     raw = json.loads(json.dumps(raw_of("mamba2")).replace('{"__float__": "Infinity"}', text))
@@ -136,6 +157,14 @@ REFUSED = [
     ("granite_moe", {"mamba_d_head": 8}, "mamba_n_heads: 6 heads of mamba_d_head=8 are not mamba_expand"),
     ("bamba", {"attn_layer_indices": [6]}, "attn_layer_indices: 6 is no layer"),
     ("bamba", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic"}}, "rope_parameters.rope_type: 'dynamic'"),
+    ("lfm2", {"layer_types": ["conv"]}, "layer_types: names 1 layers, but num_hidden_layers is 6"),
+    ("lfm2", {"layer_types": ["conv", "mamba"]}, r"layer_types\[1\]: layer kind 'mamba'"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": [7]}, "full_attn_idxs: 7 is no layer"),
+    ("lfm2", {"conv_L_cache": 1}, "conv_L_cache: must be at least 2"),
+    ("lfm2_moe", {"num_dense_layers": 6}, "num_dense_layers: must be between 0 and 5"),
+    ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers: must be 5 numbers"),
+    ("falcon_h1", {"mamba_d_ssm": 64}, "mamba_n_heads: 6 heads of mamba_d_head=16 are not mamba_d_ssm = 64"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias: True is not implemented"),
     ("mamba2", {"time_step_limit": [0.1, 0.01]}, r"time_step_limit: must be \[low, high\]"),
     ("llama", {"hidden_size": "48"}, "hidden_size: must be an integer, got '48'"),
     ("llama", {"num_key_value_heads": 4}, "num_attention_heads: 6 is not a multiple of num_key_value_heads=4"),
