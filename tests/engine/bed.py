@@ -21,10 +21,17 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = (
     "nemotron_h_moe",
     "llama",
+    "lfm2",
+    pytest.param("falcon_h1", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
     pytest.param("mamba2", marks=pytest.mark.slow),
 )
-HYBRIDS = ("nemotron_h_moe", pytest.param("granite_dense", marks=pytest.mark.slow))
+HYBRIDS = (
+    "nemotron_h_moe",
+    "lfm2",
+    pytest.param("falcon_h1", marks=pytest.mark.slow),
+    pytest.param("granite_dense", marks=pytest.mark.slow),
+)
 PROMPT_LEN = 97
 
 
