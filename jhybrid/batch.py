@@ -58,6 +58,8 @@ class Geometry:
     scratch_page: int
     scratch_row: int
     chunk_size: int  # Q
+    first_snapshot: int = 0  # row of snapshot 0 among the slots
+    has_snapshots: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,12 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """C: entries of the chunk table."""
-        bucket = self.bucket
-        return bucket.seqs if bucket.kind == "decode" else bucket.tokens // self.geometry.chunk_size + bucket.seqs
+        """C: entries of the chunk table. A snapshot ends a chunk early, at most once a page and at a sequence's end."""
+        bucket, geometry = self.bucket, self.geometry
+        if bucket.kind == "decode":
+            return bucket.seqs
+        cuts = bucket.tokens // geometry.page_size + bucket.seqs if geometry.has_snapshots else 0
+        return bucket.tokens // geometry.chunk_size + bucket.seqs + cuts
 
     @cached_property
     def ints(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -264,12 +269,14 @@ class Packer:
         self._pack_tokens(field, items, lengths)
         scores = self._pack_targets(field, items)
         self._pack_rows(field, items, rows)
-        if bucket.kind == "ragged":
-            self._pack_chunks(field, lengths)
-        else:
-            field["num_chunks"][...] = len(items)
         if self._geometry.has_slots:
             field["chunk_snapshot"][:] = self._geometry.scratch_slot
+        if bucket.kind == "ragged":
+            self._pack_chunks(field, items, lengths)
+        else:
+            field["num_chunks"][...] = len(items)
+            if any(item.snapshots for item in items):
+                self._pack_snapshots(field, items, np.arange(len(items)))
         floats = self._floats[:, rows].reshape(-1)
         wants_logprobs = bool((field["num_logprobs"] >= 0).any())
         return Batch(bucket, ints, floats, items, wants_logprobs, wants_prompt_logprobs=scores)
@@ -325,6 +332,9 @@ class Packer:
             for name in ("read_slot", "write_slot"):
                 field[name][:] = geometry.scratch_slot
                 field[name][:count] = slots
+            for i, item in enumerate(items):
+                if item.source is not None:
+                    field["read_slot"][i] = geometry.first_snapshot + item.source
         if geometry.table_width:
             for item in items:
                 pages, row = item.holding.pages, item.holding.row
@@ -334,18 +344,38 @@ class Packer:
                     self._pages[row] = len(pages)
             field["page_table"][:] = self._tables[rows]
 
-    def _pack_chunks(self, field: dict[str, np.ndarray], lengths: np.ndarray) -> None:
-        """Cut each sequence's tokens into chunks of at most Q."""
+    def _pack_chunks(self, field: dict[str, np.ndarray], items: list[Item], lengths: np.ndarray) -> None:
+        """Cut each sequence's tokens into runs that end where it leaves snapshots, and these into chunks of <= Q."""
         size = self._geometry.chunk_size
-        per_seq = -(-lengths // size)
-        total = int(per_seq.sum())
-        seqs = np.repeat(np.arange(len(lengths), dtype=np.int32), per_seq)
-        first = np.cumsum(per_seq) - per_seq
-        offset = (np.arange(total, dtype=np.int32) - first[seqs]) * size
+        owners, runs = np.arange(len(items), dtype=np.int32), lengths
+        if any(item.snapshots for item in items):
+            cuts = [sorted({item.first_pos, *item.snapshots, item.first_pos + item.num_tokens}) for item in items]
+            owners = np.repeat(owners, [len(ends) - 1 for ends in cuts])
+            runs = np.concatenate([np.diff(ends) for ends in cuts])
+        per_run = -(-runs // size)
+        total = int(per_run.sum())
+        run = np.repeat(np.arange(len(runs), dtype=np.int32), per_run)
+        first = np.cumsum(per_run) - per_run
+        offset = (np.arange(total, dtype=np.int32) - first[run]) * size
         field["num_chunks"][...] = total
-        field["chunk_seq"][:total] = seqs
-        field["chunk_start"][:total] = field["query_start"][: len(lengths)][seqs] + offset
-        field["chunk_len"][:total] = np.minimum(size, lengths[seqs] - offset)
+        field["chunk_seq"][:total] = owners[run]
+        field["chunk_start"][:total] = (np.cumsum(runs) - runs)[run] + offset
+        field["chunk_len"][:total] = np.minimum(size, runs[run] - offset)
+        if runs is not lengths:
+            self._pack_snapshots(field, items, np.cumsum(per_run) - 1)
+
+    def _pack_snapshots(self, field: dict[str, np.ndarray], items: list[Item], last_chunks: np.ndarray) -> None:
+        """Name the slots of the snapshots. `last_chunks` are those of each run of an item, in the items' order."""
+        run = count = 0
+        for item in items:
+            end = item.first_pos + item.num_tokens
+            for boundary in sorted({*item.snapshots, end}):
+                if boundary in item.snapshots:
+                    row = self._geometry.first_snapshot + item.snapshots[boundary]
+                    field["chunk_snapshot"][last_chunks[run]] = row
+                    count += 1
+                run += 1
+        field["num_snapshots"][...] = count
 
 
 def stop_ids(sequence: Sequence) -> frozenset[int]:

@@ -37,7 +37,13 @@ class EngineConfig:
     state_dtype: str = "float32"
     """Dtype of the recurrent state: float32 | bfloat16."""
     enable_prefix_caching: bool = False
-    """Reuse the cache of shared prompt prefixes. Not in this version: a warning says so, every prompt is computed."""
+    """Share the cached prefixes of prompts between requests, the recurrent state included."""
+    snapshot_slots: int | None = None
+    """Snapshots of recurrent state to keep for prefix caching. None: four for each of max_num_seqs, memory allowing."""
+    snapshot_interval: int | None = None
+    """Also leave a snapshot every so many tokens of a prompt; a multiple of page_size. None: only where it pays."""
+    eviction_policy: str = "flop_aware"
+    """Which cached prefix goes first: lru, or flop_aware, which also weighs what recomputing it would cost."""
     memory_fraction: float | None = None
     """Share of the device's free memory that weights, caches and scratch may take together. None: 0.9, on CPU 0.4."""
     max_queue: int = 4096
@@ -69,6 +75,9 @@ class EngineConfig:
             raise ConfigError("state_dtype", f"{self.state_dtype!r} is not one of float32, bfloat16")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError("memory_fraction", f"{self.memory_fraction} is not in (0, 1]")
+        if self.eviction_policy not in ("lru", "flop_aware"):
+            raise ConfigError("eviction_policy", f"{self.eviction_policy!r} is not one of lru, flop_aware")
+        self._check_snapshots()
         if self.tensor_parallel_size != 1:
             raise ConfigError("tensor_parallel_size", f"{self.tensor_parallel_size} given, only 1 is supported so far")
         if self.max_model_len is not None and self.max_model_len % self.page_size:
@@ -77,6 +86,20 @@ class EngineConfig:
                 "page_size",
                 f"{self.page_size} does not divide max_model_len={self.max_model_len}; "
                 f"use a page_size that does, or max_model_len={lower or self.page_size}",
+            )
+
+    def _check_snapshots(self) -> None:
+        slots, interval = self.snapshot_slots, self.snapshot_interval
+        if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 0):
+            raise ConfigError("snapshot_slots", f"must be a non-negative integer, got {slots!r}")
+        if interval is None:
+            return
+        _positive("snapshot_interval", interval)
+        if interval % self.page_size:
+            raise ConfigError(
+                "snapshot_interval",
+                f"{interval} is no multiple of page_size={self.page_size}; "
+                f"use {-(-interval // self.page_size) * self.page_size}",
             )
 
     def memory_share(self, platform: str) -> float:

@@ -14,7 +14,6 @@ from typing import NamedTuple, Self
 
 from jhybrid import compilations
 from jhybrid.batch import Packer
-from jhybrid.cache.ledger import Ledger
 from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
@@ -26,7 +25,7 @@ from jhybrid.scheduler import Item, Plan, Scheduler
 from jhybrid.sequence import Sequence
 from jhybrid.stats import Stats
 from jhybrid.tokenizer import Tokenizer
-from jhybrid.weights.load import Model, load_model, make_runner
+from jhybrid.weights.load import Model, load_model, make_ledger, make_runner
 
 log = logging.getLogger("jhybrid")
 
@@ -65,12 +64,7 @@ class Engine:
     def _assemble(self, config: EngineConfig, model: Model, runner: Runner) -> None:
         self.config, self.model, self.runner = config, model, runner
         self.tokenizer: Tokenizer | None = model.tokenizer
-        self.ledger = Ledger(
-            page_size=config.page_size,
-            num_pages=runner.memory.num_pages,
-            num_slots=runner.memory.num_slots,
-            num_rows=config.max_num_seqs,
-        )
+        self.ledger = make_ledger(config, model, runner.memory)
         self.scheduler = Scheduler(
             self.ledger, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
@@ -197,13 +191,14 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a failed step fails its sequences and is never retried
             self._fail_step(flight.plan, error)
             return []
-        starts = list(itertools.accumulate((item.num_tokens for item in flight.plan.items), initial=0))
         tokens = result.tokens.tolist()
-        deltas = []
-        for i, item in self.scheduler.landed(flight.plan.items):
-            delta = self._take(item, result, i, tokens[i], starts[i])
-            if delta is not None:
-                deltas.append(delta)
+        deltas, start = [], 0
+        for i, item in enumerate(flight.plan.items):
+            if self.scheduler.landed(item):
+                delta = self._take(item, result, i, tokens[i], start)
+                if delta is not None:
+                    deltas.append(delta)
+            start += item.num_tokens
         return deltas
 
     def _fail_step(self, plan: Plan, error: Exception) -> None:
@@ -212,14 +207,16 @@ class Engine:
         self.stats.failed_steps += 1
         cause = StepError(f"the step failed: {type(error).__name__}: {error}")
         cause.__cause__ = error
-        for _, item in self.scheduler.landed(plan.items):
-            self._told.append(self._failure(item.sequence, cause))
+        for item in plan.items:
+            if self.scheduler.landed(item):
+                self._told.append(self._failure(item.sequence, cause))
         if not self.runner.lost:
             return
         flight, self._flight = self._flight, None
         if flight is not None:  # it ran on what the failed step left
             self._fail_step(flight.plan, error)
         self.scheduler.preempt_all()
+        self.ledger.flush()
         self.runner.reset()
 
     # taking results in
@@ -227,8 +224,12 @@ class Engine:
     def _take(self, item: Item, result: StepResult, i: int, token: int, start: int) -> Delta | None:
         """What a step means for one sequence; None when it shows nothing yet (mid-prefill)."""
         sequence = item.sequence
+        if token < 0:  # also where nothing is sampled: what it computed must not be shared
+            at = item.first_pos + item.num_tokens - 1
+            return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
         if sequence.prompt_logprobs is not None and not prompt_entries(item, result, start):
             return self._failure(sequence, StepError(f"log-probabilities of the prompt near {item.first_pos} are NaN"))
+        self.scheduler.commit(item)
         if item.samples:
             return self._token(item, result, i, token)
         done = item.first_pos + item.num_tokens
@@ -240,9 +241,6 @@ class Engine:
 
     def _token(self, item: Item, result: StepResult, i: int, token: int) -> Delta:
         sequence, sampling = item.sequence, item.sequence.request.sampling
-        if token < 0:
-            at = item.first_pos + item.num_tokens - 1
-            return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
         sequence.token_ids.append(token)
         self.stats.output_tokens += 1
         delta = self._delta(sequence, [token])
@@ -262,7 +260,13 @@ class Engine:
         return delta if delta.finish_reason is None else self._end(sequence, delta)
 
     def _delta(self, sequence: Sequence, token_ids: list[int]) -> Delta:
-        delta = Delta(sequence.request_id, sequence.index, token_ids, cached_tokens=sequence.cached_tokens)
+        delta = Delta(
+            sequence.request_id,
+            sequence.index,
+            token_ids,
+            cached_tokens=sequence.cached_tokens,
+            miss_cause=sequence.miss_cause,
+        )
         if sequence in self._queued:  # its first delta
             delta.queue_seconds = self._queued.pop(sequence)
             delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
@@ -378,7 +382,8 @@ class Engine:
         return self.model.info()
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes. None are kept yet, so there is nothing to forget."""
+        """Forget cached prefixes. What running sequences use of them is given back when they end."""
+        self.ledger.flush()
 
     def close(self) -> None:
         """End what runs and give everything back. Harmless when repeated."""
@@ -389,7 +394,9 @@ class Engine:
             self.abort(name)
         if self._flight is not None:
             flight, self._flight = self._flight, None
-            self.scheduler.landed(flight.plan.items)
+            for item in flight.plan.items:
+                self.scheduler.landed(item)
+        self.ledger.flush()
 
     def __enter__(self) -> Self:
         return self

@@ -69,12 +69,15 @@ def _memory(config: EngineConfig, router: Router, max_model_len: int, weights: i
             max_num_seqs=config.max_num_seqs,
             pages_per_seq=-(-max_model_len // config.page_size),
             num_pages=config.num_pages,
+            prefix_caching=config.enable_prefix_caching,
+            snapshot_slots=config.snapshot_slots,
         )
     except OutOfMemoryError as error:
         return {"error": str(error)}
     return plan.by_kind() | {
         "available": plan.available,
         "num_slots": plan.num_slots,
+        "num_snapshots": plan.num_snapshots,
         "num_pages": plan.num_pages,
         "num_tokens": plan.num_pages * config.page_size,
     }

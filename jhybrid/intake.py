@@ -1,7 +1,7 @@
 """Intake: what a request must be to enter. Everything refused here names the field, the value and the remedy."""
 
 from jhybrid.errors import RequestError
-from jhybrid.request import Request
+from jhybrid.request import MAX_SALT, MAX_SNAPSHOTS, Request
 from jhybrid.sampling import MAX_BANNED
 from jhybrid.weights.load import Model
 
@@ -33,6 +33,7 @@ class Intake:
         else:
             prompt = list(request.prompt_token_ids or ())
         self._check_length(request, len(prompt))
+        _check_cache_hints(request, len(prompt))
         return prompt
 
     def max_total(self, request: Request, prompt_len: int) -> int:
@@ -70,3 +71,16 @@ class Intake:
             raise RequestError(
                 "min_tokens", f"{request.sampling.min_tokens} exceeds the {limit - length} tokens left of max_model_len"
             )
+
+
+def _check_cache_hints(request: Request, length: int) -> None:
+    salt, offsets = request.cache_salt, request.snapshot_at
+    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT):
+        raise RequestError("cache_salt", f"must be a string of 1 to {MAX_SALT} characters, got {str(salt)[:40]!r}")
+    if not isinstance(offsets, list | tuple):
+        raise RequestError("snapshot_at", f"must be a list of integers, got {type(offsets).__name__}")
+    if len(offsets) > MAX_SNAPSHOTS:
+        raise RequestError("snapshot_at", f"{len(offsets)} offsets given, at most {MAX_SNAPSHOTS} allowed")
+    for at in offsets:
+        if isinstance(at, bool) or not isinstance(at, int) or not 1 <= at <= length:
+            raise RequestError("snapshot_at", f"{at!r} is no length of a part of this prompt; use 1 to {length}")

@@ -15,6 +15,18 @@ COUNTERS = {
     "failed_sequences": "Sequences that ended in an error",
 }
 
+PREFIX_COUNTERS = {
+    "queries": "Admissions that looked for a cached prefix",
+    "hits": "Admissions that found one",
+    "query_tokens": "Prompt tokens of those admissions",
+    "hit_tokens": "Of these, tokens taken from the cache",
+    "snapshots_taken": "Snapshots of recurrent state taken",
+    "snapshots_skipped": "Snapshots not taken because none could be evicted",
+    "evicted_pages": "Cached pages given up for others",
+    "evicted_snapshots": "Snapshots given up for others",
+    "quarantined": "Cached prefixes forgotten because a check found them wrong",
+}
+
 
 class EngineCollector(Collector):
     """Turns a status dictionary into metrics. `status` is called at each scrape."""
@@ -33,8 +45,8 @@ class EngineCollector(Collector):
         for pool in ("pages", "slots", "snapshots"):
             if pool in status:
                 gauge = GaugeMetricFamily(f"jhybrid_{pool}", f"{pool.capitalize()} by state", labels=["state"])
-                gauge.add_metric(["free"], status[pool]["free"])
-                gauge.add_metric(["used"], status[pool]["used"])
+                for state in ("free", "used", "cached"):  # cached ones are free as well
+                    gauge.add_metric([state], status[pool][state])
                 yield gauge
         yield GaugeMetricFamily(
             "jhybrid_compilations_after_ready",
@@ -43,3 +55,18 @@ class EngineCollector(Collector):
         )
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"jhybrid_{name}", text, value=status[name])
+        if "prefix_cache" in status:
+            yield from _prefix_cache(status["prefix_cache"])
+
+
+def _prefix_cache(counts: dict) -> Iterable[Metric]:
+    for name, text in PREFIX_COUNTERS.items():
+        yield CounterMetricFamily(f"jhybrid_prefix_cache_{name}", text, value=counts[name])
+    for name, text in (
+        ("misses", "Admissions whose cached state reached less deep than their keys and values, by cause"),
+        ("missed_tokens", "Tokens computed again for want of a state, by cause"),
+    ):
+        metric = CounterMetricFamily(f"jhybrid_prefix_cache_{name}", text, labels=["cause"])
+        for cause, count in counts[name].items():
+            metric.add_metric([cause], count)
+        yield metric

@@ -10,6 +10,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
+MAX_SNAPSHOTS = 64
+MAX_SALT = 256
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ class Request:
     request_id: str | None = None  # None: the engine gives one
     priority: int = 0  # lower runs earlier
     add_special_tokens: bool = True  # for `prompt`: add BOS where the tokenizer's configuration says so
+    cache_salt: str | None = None  # prefixes are shared only between requests of the same salt
+    snapshot_at: list[int] = field(default_factory=list)
+    """Prompt lengths, in tokens, at which to keep the recurrent state for others; rounded down to whole pages."""
 
     def validate(self, vocab_size: int) -> None:
         """Refuse what cannot be meant. Raises RequestError naming the field, the value and the remedy."""
@@ -152,7 +157,8 @@ class Output:
     prompt_token_ids: list[int]
     completions: list[Completion]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first entry is None: nothing precedes it
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's tokens, those not computed but taken from the prefix cache
+    miss_cause: str | None = None  # why no more: never_saved | no_branch | evicted | unaligned | disabled
 
     @property
     def token_ids(self) -> list[int]:
@@ -183,7 +189,9 @@ class Output:
             completion.logprobs = (completion.logprobs or []) + delta.logprobs
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.index == 0:
+            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+            self.miss_cause = delta.miss_cause or self.miss_cause
         if delta.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
             completion.error = delta.error
@@ -207,6 +215,7 @@ class Delta:
     stop_reason: int | str | None = None
     error: str | None = None
     cached_tokens: int = 0
+    miss_cause: str | None = None
     queue_seconds: float | None = None  # from submission to the first dispatch; once, with the first delta
 
 

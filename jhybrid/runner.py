@@ -128,6 +128,8 @@ class Runner:
         num_pages: int | None,
         chunk_size: int,
         memory_fraction: float,
+        prefix_caching: bool = False,
+        snapshot_slots: int | None = None,
     ):
         self.module, self.params, self.router, self.buckets = module, params, router, buckets
         self._sampler_shape = (max_num_seqs, vocab_size)
@@ -144,9 +146,11 @@ class Runner:
             max_num_seqs=max_num_seqs,
             pages_per_seq=pages_per_seq,
             num_pages=num_pages,
+            prefix_caching=prefix_caching,
+            snapshot_slots=snapshot_slots,
         )
         self.memory = self._compile_within(plan, sampler)
-        abstract = abstract_cache(router, slots=self.memory.num_slots, pages=self.memory.num_pages)
+        abstract = self._abstract_cache(self.memory)
 
         def allocate() -> tuple[Cache, SamplerState]:
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
@@ -163,7 +167,7 @@ class Runner:
         self._compile(largest, memory, sampler)
         scratch = self._scratch(largest)
         final = plan(scratch=scratch)
-        if final.num_pages != memory.num_pages:
+        if (final.num_pages, final.num_snapshots) != (memory.num_pages, memory.num_snapshots):
             self._compile(largest, final, sampler)
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
             rest = [b for b in self.buckets if b != largest]
@@ -173,8 +177,8 @@ class Runner:
 
     def _compile(self, bucket: Bucket, memory: MemoryPlan, sampler: Any) -> None:
         start = time.perf_counter()
-        layout = Layout(bucket, self.geometry(memory.num_slots, memory.num_pages))
-        cache = abstract_cache(self.router, slots=memory.num_slots, pages=memory.num_pages)
+        layout = Layout(bucket, self.geometry(memory))
+        cache = self._abstract_cache(memory)
         params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self.params)
         vectors = (
             jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
@@ -199,19 +203,23 @@ class Runner:
         analysis = self._executables[bucket].memory_analysis()
         return int(analysis.temp_size_in_bytes) if analysis is not None else 0
 
-    def geometry(self, num_slots: int | None = None, num_pages: int | None = None) -> Geometry:
+    def _abstract_cache(self, memory: MemoryPlan) -> Cache:
+        return abstract_cache(self.router, slots=memory.num_slots + memory.num_snapshots, pages=memory.num_pages)
+
+    def geometry(self, memory: MemoryPlan | None = None) -> Geometry:
         """What batch layouts need to know of the caches."""
-        slots = self.memory.num_slots if num_slots is None else num_slots
-        pages = self.memory.num_pages if num_pages is None else num_pages
+        memory = memory or self.memory
         max_num_seqs, _ = self._sampler_shape
         return Geometry(
             page_size=self._page_size,
             table_width=self._table_width if self.router.has_pages else 0,
             has_slots=self.router.has_slots,
-            scratch_slot=slots,
-            scratch_page=pages,
+            scratch_slot=memory.num_slots + memory.num_snapshots,
+            scratch_page=memory.num_pages,
             scratch_row=max_num_seqs,
             chunk_size=self._chunk_size,
+            first_snapshot=memory.num_slots,
+            has_snapshots=memory.num_snapshots > 0,
         )
 
     def reset(self) -> None:

@@ -6,10 +6,9 @@ the number of waiting sequences: the queue is a heap, and an abort leaves a tomb
 
 import bisect
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jhybrid.cache.ledger import Ledger
+from jhybrid.cache.ledger import Hit, Ledger
 from jhybrid.errors import SlotPoolEmptyError
 from jhybrid.sequence import Holding, Phase, Sequence
 
@@ -27,6 +26,8 @@ class Item:
     num_tokens: int
     samples: bool  # the last token's logits yield a token
     step: int  # index of that token in the answer
+    source: int | None = None  # snapshot to start from, instead of the sequence's own slot
+    snapshots: dict[int, int] = field(default_factory=dict)  # position -> snapshot that is to hold the state there
 
 
 @dataclass(eq=False)
@@ -127,18 +128,27 @@ class Scheduler:
         """Move sequences from the queue to running while rows, pages and budget last; adds their shares.
 
         A sequence enters when there is room for all its tokens beside those that the running ones already have, so
-        that prefills under way do not preempt each other.
+        that prefills under way do not preempt each other. One whose prefix another is just computing lets those
+        behind it pass until that is done; as many may be passed over as may run.
         """
         admitted: list[Sequence] = []
         if budget == 0 or self._head() is None:
             return admitted
-        spoken_for = sum(self._missing_pages(running) for running in self.running)
+        passed_over: list[Sequence] = []
+        spoken_for = sum(self._missing_pages(running, Hit()) for running in self.running)
         while budget > 0 and len(self.running) < self.max_num_seqs and (sequence := self._head()) is not None:
-            if self.running and self._missing_pages(sequence) > self.ledger.pages.free - spoken_for:
+            hit = self.ledger.match(sequence)
+            if hit.waits:
+                if len(passed_over) == self.max_num_seqs:
+                    break
+                passed_over.append(heapq.heappop(self._queue)[1])
+                continue
+            room = self.ledger.available_pages - hit.idle - spoken_for
+            if self.running and self._missing_pages(sequence, hit) > room:
                 break
-            tokens = min(sequence.remaining, budget)
+            tokens = min(sequence.remaining - hit.tokens, budget)
             try:
-                if not self.ledger.reserve(sequence, tokens):
+                if not self.ledger.reserve(sequence, hit.tokens + tokens, hit):
                     break
             except SlotPoolEmptyError as error:
                 self.finish(sequence)
@@ -147,16 +157,19 @@ class Scheduler:
             heapq.heappop(self._queue)
             self.num_waiting -= 1
             sequence.phase = Phase.RUNNING
+            sequence.dispatched = hit.tokens
             bisect.insort(self.running, sequence, key=lambda s: s.order)
             admitted.append(sequence)
             shares[sequence] = tokens
             budget -= tokens
-            spoken_for += self._missing_pages(sequence)
+            spoken_for += self._missing_pages(sequence, hit)
+        for sequence in passed_over:
+            heapq.heappush(self._queue, (sequence.order, sequence))
         return admitted
 
-    def _missing_pages(self, sequence: Sequence) -> int:
-        """Pages that a sequence's tokens and the next one need beyond those it holds."""
-        held = len(sequence.holding.pages) if sequence.holding else 0
+    def _missing_pages(self, sequence: Sequence, hit: Hit) -> int:
+        """Pages that a sequence's tokens and the next one need beyond those it holds, or would get from a hit."""
+        held = len(sequence.holding.pages) if sequence.holding else len(hit.path)
         return max(0, self.ledger.pages_for(min(sequence.total + 1, sequence.max_total)) - held)
 
     def _head(self) -> Sequence | None:
@@ -169,22 +182,31 @@ class Scheduler:
         first_pos, total = sequence.dispatched, sequence.total
         sequence.dispatched += tokens
         samples = sequence.dispatched == total < sequence.max_total
-        assert sequence.holding is not None
-        item = Item(sequence, sequence.holding, first_pos, tokens, samples, total - sequence.prompt_len)
+        holding = sequence.holding
+        assert holding is not None
+        begins = holding.source is not None and first_pos == holding.published * self.ledger.page_size
+        item = Item(
+            sequence,
+            holding,
+            first_pos,
+            tokens,
+            samples,
+            total - sequence.prompt_len,
+            source=holding.source.snapshot if begins and holding.source else None,
+            snapshots=self.ledger.snapshots_for(sequence, first_pos, tokens),
+        )
         sequence.pending += samples
         return item
 
-    def landed(self, items: Iterable[Item]) -> list[tuple[int, Item]]:
-        """Take a finished step in: its tokens are no longer pending. Returns the living sequences' items, numbered."""
-        living = []
-        for i, item in enumerate(items):
-            item.sequence.pending -= item.samples
-            if item.sequence.phase is Phase.FINISHED:
-                continue
-            if item.sequence.holding is item.holding:
-                self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
-            living.append((i, item))
-        return living
+    def landed(self, item: Item) -> bool:
+        """A step that had this item is over: its token is no longer pending. False if its sequence has ended."""
+        item.sequence.pending -= item.samples
+        return item.sequence.phase is not Phase.FINISHED
+
+    def commit(self, item: Item) -> None:
+        """What an item computed is good: the ledger may share it. Not if the sequence was preempted since."""
+        if item.sequence.holding is item.holding:
+            self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
 
     def preempt_all(self) -> None:
         """Queue every running sequence again, because the cache was lost with a failed step."""

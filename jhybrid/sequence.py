@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from jhybrid.cache.node import Node
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.request import Request, TokenLogprobs
 
@@ -17,11 +18,22 @@ class Phase(Enum):
 
 @dataclass
 class Holding:
-    """What a running sequence holds of the caches. Given by `Ledger.reserve`, taken back by `Ledger.release`."""
+    """What a running sequence holds of the caches. Given by `Ledger.reserve`, taken back by `Ledger.release`.
+
+    A boundary is a position that is a multiple of the page size. The fields after `pages` are the prefix cache's.
+    """
 
     row: int
     slot: int | None
     pages: list[int] = field(default_factory=list)
+    node: Node | None = None  # of the prefix tree: the last page of this sequence that is in it
+    published: int = 0  # pages up to that node; they are the tree's, but for `duplicates`
+    duplicates: list[int] = field(default_factory=list)  # pages of its own of which the tree has another copy
+    source: Node | None = None  # the node from whose snapshot its first step starts, until that has landed
+    keys: list[bytes] = field(default_factory=list)  # pages of the tokens known at admission
+    targets: list[int] = field(default_factory=list)  # boundaries ahead at which a snapshot is wanted, ascending
+    snapshots: dict[int, int] = field(default_factory=dict)  # boundary -> row that a step under way writes
+    tails: list[Node] = field(default_factory=list)  # have its latest snapshots from decoding
 
 
 @dataclass(eq=False)
@@ -48,7 +60,15 @@ class Sequence:
     pending: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    miss_cause: str | None = None  # why the prefix cache had keys and values of more tokens, but no state
+    is_cold: bool = False  # uses nothing of the prefix cache, to check it
+    awaited: "tuple[Sequence, Holding, int] | None" = None  # who computes a prefix of this one, up to which boundary
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether every position must be computed: a hit has no log-probabilities of the prompt."""
+        return self.is_cold or self.prompt_logprobs is not None
 
     @property
     def num_outputs(self) -> int:

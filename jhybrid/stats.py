@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jhybrid.cache.pages import RowPool
 from jhybrid.scheduler import Plan
 
 if TYPE_CHECKING:
@@ -56,13 +57,15 @@ class Stats:
         status: dict = {
             "running": len(engine.scheduler.running),
             "waiting": engine.scheduler.num_waiting,
-            "pages": {"total": ledger.pages.size, "free": ledger.pages.free, "used": ledger.pages.used},
+            "pages": _pool(ledger.pages, cached=ledger.tree.num_idle if ledger.tree and ledger.pages.size else 0),
         }
         if ledger.slots.size:
-            status["slots"] = {"total": ledger.slots.size, "free": ledger.slots.free, "used": ledger.slots.used}
-            status["snapshots"] = {"total": 0, "free": 0, "used": 0}
+            status["slots"] = _pool(ledger.slots)
+            status["snapshots"] = _pool(ledger.snapshots, cached=ledger.tree.num_snapshots if ledger.tree else 0)
         else:
             kinds = {kind: size for kind, size in kinds.items() if kind not in ("state", "snapshots")}
+        if ledger.tree is not None:
+            status["prefix_cache"] = ledger.prefix_status()
         return status | {
             "memory_bytes": kinds,
             "memory_total_bytes": memory.total,
@@ -81,12 +84,17 @@ class Stats:
         """One line: what the engine holds and how much of it is in use."""
         ledger, memory = engine.ledger, engine.runner.memory
         tokens = ledger.pages.size * ledger.page_size
+        idle = ledger.tree.num_idle if ledger.tree and ledger.pages.size else 0
         parts = [
             f"{len(engine.scheduler.running)} running, {engine.scheduler.num_waiting} waiting",
-            f"pages {ledger.pages.used}/{ledger.pages.size} ({tokens} tokens, {memory.kv / 1e6:.1f} MB)",
+            f"pages {ledger.pages.used - idle}/{ledger.pages.size} ({tokens} tokens, {memory.kv / 1e6:.1f} MB)",
         ]
         if ledger.slots.size:
             parts.append(f"slots {ledger.slots.used}/{ledger.slots.size} ({memory.state / 1e6:.1f} MB)")
+        if ledger.tree is not None:
+            counts = ledger.counts
+            share = counts.hit_tokens / max(1, counts.query_tokens)
+            parts.append(f"{idle} pages and {ledger.tree.num_snapshots} snapshots cached, {share:.0%} of tokens hit")
         parts.append(f"weights {memory.weights / 1e6:.1f} MB, scratch {memory.scratch / 1e6:.1f} MB")
         return ", ".join(parts)
 
@@ -98,3 +106,9 @@ class Stats:
         rate = (self.output_tokens - self._logged_tokens) / (now - self._logged_at)
         log.info("%s, %.1f tokens/s", self.describe(engine), rate)
         self._logged_at, self._logged_tokens = now, self.output_tokens
+
+
+def _pool(pool: RowPool, cached: int = 0) -> dict[str, int]:
+    """Rows by state. What holds cached prefixes that nobody uses can be had at once, and counts as free."""
+    free = pool.free + cached
+    return {"total": pool.size, "free": free, "used": pool.size - free, "cached": cached}

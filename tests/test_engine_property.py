@@ -3,7 +3,8 @@
 Whatever happens, finished answers equal the closed form, nothing leaks, nothing is shared and nobody starves.
 """
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from hypothesis import Phase as HypothesisPhase
 from hypothesis import strategies as st
 
 from jhybrid.batch import Batch
+from jhybrid.cache.node import Node
 from jhybrid.config import EngineConfig
 from jhybrid.errors import QueueFullError, RequestError
 from jhybrid.request import Completion, Delta, Output, Request, SamplingParams
@@ -18,6 +20,7 @@ from jhybrid.sequence import Phase, Sequence
 from tests.toy_model import EOS, VOCAB, Fault, expected_tokens, hash_of, logprob_of, next_token, toy_engine
 
 MAX_MODEL_LEN = 64
+STEMS = [[(7 * i + 3) % 64 for i in range(34)], [(7 * i + 3) % 64 for i in range(17)] + [1] * 17]
 OPTIONS: dict = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow],
@@ -80,13 +83,13 @@ class Life:
         self.steps += 1
         self.check_ledger()
         admitted = [s.order for s in scheduler.running if s in waiting]
-        passed_over = [s.order for s in self.waiting() if s in waiting]
+        passed_over = [s.order for s in self.waiting() if s in waiting and s.awaited is None]
         assert not admitted or not passed_over or max(admitted) < min(passed_over), "admitted out of order"
         preempted = [s.order for s in self.waiting() if s in running]
         kept = [s.order for s in scheduler.running if s in running]
         assert not preempted or not kept or min(preempted) > max(kept), "preempted for a later one"
         ledger = self.engine.ledger
-        self.runner.poison_free(ledger.pages.free_rows(), ledger.slots.free_rows())
+        self.runner.poison_free(*(pool.free_rows() for pool in (ledger.pages, ledger.slots, ledger.snapshots)))
 
     def waiting(self) -> list[Sequence]:
         return [s for group in self.engine._sequences.values() for s in group if s.phase is Phase.WAITING]
@@ -105,15 +108,47 @@ class Life:
             holdings.append(sequence.holding)
             life = (sequence.request_id, sequence.index, sequence.preemptions)
             assert self.slots.setdefault(life, sequence.holding.slot) == sequence.holding.slot, "a slot was swapped"
-        pages = [page for holding in holdings for page in holding.pages]
+        own = [page for h in holdings for page in h.pages[h.published :] + h.duplicates]
         slots = [holding.slot for holding in holdings if holding.slot is not None]
-        assert len(set(pages)) == len(pages) == ledger.pages.used
+        cached = self.check_tree(running)
+        assert len(set(own)) == len(own) and not set(own) & cached
+        assert len(own) + len(cached) == ledger.pages.used
         assert len(set(slots)) == len(slots) == ledger.slots.used
         assert len({holding.row for holding in holdings}) == len(holdings) == ledger.rows.used
         assert len(slots) == (len(running) if ledger.slots.size else 0)
         assert all(s.holding is None for s in self.waiting())
         assert self.engine.scheduler.num_waiting == len(self.waiting())
         check_not_negative(self.engine.status())
+
+    def check_tree(self, running: list[Sequence]) -> set[int]:
+        """The books of the prefix tree agree with a count made from scratch. Returns the pages that are the tree's."""
+        ledger = self.engine.ledger
+        if ledger.tree is None:
+            return set()
+        references: Counter[Node] = Counter()
+        for sequence in running:
+            node = sequence.holding.node if sequence.holding else None
+            while node is not None and node.parent is not None:
+                references[node] += 1
+                node = node.parent
+        alive, stack = set(), list(ledger.tree.roots.values())
+        assert all(root.children for root in stack), "an empty root was kept"
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is not None:
+                alive.add(node)
+        assert all(node.alive for node in alive)
+        assert all(node.refs == references[node] for node in alive | set(references))
+        assert ledger.tree.num_nodes == len(alive)
+        assert ledger.tree.num_idle == sum(not node.refs for node in alive)
+        nodes = alive | set(references)
+        rows = [node.snapshot for node in nodes if node.snapshot is not None]
+        rows += [row for s in running if s.holding for row in s.holding.snapshots.values()]
+        sources = {s.holding.source for s in running if s.holding and s.holding.source}
+        rows += [s.snapshot for s in sources - nodes if s.snapshot is not None]
+        assert len(set(rows)) == len(rows) == ledger.snapshots.used, (rows, ledger.snapshots.used)
+        return {node.page for node in nodes if node.page is not None}
 
     def finish(self) -> None:
         """Step until idle, within the bound that fairness gives, and check everything at rest."""
@@ -143,7 +178,9 @@ class Life:
 
     def check_rest(self) -> None:
         ledger, scheduler = self.engine.ledger, self.engine.scheduler
-        for pool in (ledger.pages, ledger.slots, ledger.rows):
+        self.check_ledger()
+        self.engine.flush_cache()
+        for pool in (ledger.pages, ledger.slots, ledger.rows, ledger.snapshots):
             assert pool.free == pool.size and sorted(pool.free_rows()) == list(range(pool.size)), pool.kind
         assert not scheduler.running and not scheduler.num_waiting and not self.engine._sequences
 
@@ -270,6 +307,49 @@ actions = st.lists(
     min_size=1,
     max_size=16,
 )
+shared_requests = st.builds(
+    lambda stem, length, rest, sampling, priority, salt, marks: Request(
+        prompt_token_ids=(STEMS[stem][:length] + rest)[:39],
+        sampling=sampling,
+        priority=priority,
+        cache_salt=salt,
+        snapshot_at=[min(at, len((STEMS[stem][:length] + rest)[:39])) for at in marks],
+    ),
+    stem=st.integers(0, 1),
+    length=st.integers(1, 34),
+    rest=st.lists(st.integers(0, 3), max_size=6),
+    sampling=samplings,
+    priority=st.sampled_from([0, 0, 0, -1, 3]),
+    salt=st.sampled_from([None, None, None, "a"]),
+    marks=st.lists(st.integers(1, 39), max_size=2),
+)
+sharing_actions = st.lists(
+    st.one_of(
+        shared_requests,
+        shared_requests,
+        shared_requests,
+        st.tuples(st.just("again"), st.integers(0, 8), st.lists(st.integers(0, 3), max_size=4)),
+        st.tuples(st.just("abort"), st.integers(0, 8)),
+        st.tuples(st.just("step"), st.integers(1, 30)),
+        st.tuples(st.just("flush")),
+        st.tuples(st.just("evict"), st.integers(1, 4)),
+    ),
+    min_size=2,
+    max_size=20,
+)
+caching_configs = st.builds(
+    lambda config, snapshots, interval, policy: replace(
+        config,
+        enable_prefix_caching=True,
+        snapshot_slots=snapshots,
+        snapshot_interval=interval and interval * config.page_size,
+        eviction_policy=policy,
+    ),
+    config=st.deferred(lambda: st.one_of(configs, crowded_configs)),
+    snapshots=st.sampled_from([1, 2, 4, 30]),
+    interval=st.sampled_from([None, None, 1, 3]),
+    policy=st.sampled_from(["lru", "flop_aware"]),
+)
 faults = st.dictionaries(
     st.integers(0, 30),
     st.builds(Fault, st.sampled_from(["launch", "before", "after", "lost", "nan"]), st.integers(0, 3)),
@@ -282,6 +362,19 @@ def play(life: Life, script: list) -> None:
     for action in script:
         if isinstance(action, Request):
             life.submit(action)
+        elif action[0] == "flush":
+            life.engine.flush_cache()
+            life.check_ledger()
+        elif action[0] == "evict":
+            for _ in range(action[1]):
+                life.engine.ledger.evict()
+            life.check_ledger()
+        elif action[0] == "again":  # the next turn of a conversation
+            outputs = [o for o in life.outputs.values() if o.finished and o.finish_reason != "error"]
+            if action[1] < len(outputs):
+                said = outputs[action[1]]
+                prompt = (said.prompt_token_ids + said.token_ids + action[2])[:60]
+                life.submit(Request(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=3, temperature=0.0)))
         elif action[0] == "abort":
             names = list(life.requests)
             if action[1] < len(names):
@@ -295,6 +388,14 @@ def play(life: Life, script: list) -> None:
 @settings(max_examples=80, **OPTIONS)
 @given(config=configs, kind=kinds, script=actions, faults=faults)
 def test_any_life_gives_right_answers_and_leaks_nothing(config, kind, script, faults):
+    life = Life(config, kind, faults)
+    play(life, script)
+    life.finish()
+
+
+@settings(max_examples=200, **OPTIONS)
+@given(config=caching_configs, kind=kinds, script=sharing_actions, faults=faults)
+def test_any_life_with_shared_prefixes_gives_right_answers_and_leaks_nothing(config, kind, script, faults):
     life = Life(config, kind, faults)
     play(life, script)
     life.finish()

@@ -150,7 +150,8 @@ class ToyRunner:
         pages = config.num_pages if config.num_pages is not None else config.max_num_seqs * width
         sizes = dict.fromkeys(("weights", "kv", "state", "snapshots", "sampler", "scratch", "available"), 0)
         slots = config.max_num_seqs if slot else 0
-        self.memory = MemoryPlan(**sizes, num_slots=slots, num_pages=pages if page else 0)
+        snapshots = config.snapshot_slots or 0 if slot and config.enable_prefix_caching else 0
+        self.memory = MemoryPlan(**sizes, num_slots=slots, num_pages=pages if page else 0, num_snapshots=snapshots)
         self._width = width if page else 0
         self.reset()
 
@@ -158,7 +159,7 @@ class ToyRunner:
         """Fresh caches, all poison."""
         page_size = self.config.page_size
         self.pages = [[POISON] * page_size for _ in range(self.memory.num_pages + 1)]
-        self.slots = [Slot() for _ in range(self.memory.num_slots + 1)]
+        self.slots = [Slot() for _ in range(self.memory.num_slots + self.memory.num_snapshots + 1)]
         self.rows = [Row() for _ in range(self.config.max_num_seqs + 1)]
         self.lost = False
 
@@ -167,17 +168,20 @@ class ToyRunner:
             page_size=self.config.page_size,
             table_width=self._width,
             has_slots=self.router.has_slots,
-            scratch_slot=self.memory.num_slots,
+            scratch_slot=self.memory.num_slots + self.memory.num_snapshots,
             scratch_page=self.memory.num_pages,
             scratch_row=self.config.max_num_seqs,
             chunk_size=self.config.chunk_size,
+            first_snapshot=self.memory.num_slots,
+            has_snapshots=self.memory.num_snapshots > 0,
         )
 
     def set_row(self, row: int, counts: np.ndarray, _bias: np.ndarray) -> None:
         self.rows[row].counts = counts.copy()
 
-    def poison_free(self, pages: list[int], slots: list[int]) -> None:
+    def poison_free(self, pages: list[int], slots: list[int], snapshots: list[int]) -> None:
         """Overwrite what nobody holds, as the tests of the real caches do with NaN."""
+        slots = slots + [self.memory.num_slots + row for row in snapshots]
         for page in pages:
             self.pages[page] = [POISON] * self.config.page_size
         for slot in slots:
@@ -257,6 +261,7 @@ class ToyStep:
             assert len(set(slots)) == count and geometry.scratch_slot not in slots, f"slots {slots}"
             for name in ("read_slot", "write_slot"):
                 assert (f[name][count:] == geometry.scratch_slot).all(), f"padding {name} {f[name]}"
+            self.check_snapshots(slots)
         if geometry.table_width:
             self.check_pages()
         if self.bucket.kind == "decode":
@@ -275,6 +280,28 @@ class ToyStep:
             written.update(table[first // size : -(-end // size)])
         shared = {page for page in written if used[page] > 1}
         assert not shared, f"pages {shared} are written and shared"
+
+    def check_snapshots(self, slots: list[int]) -> None:
+        """Written snapshots are nobody's slot, each written once, and none that is read in the same step."""
+        f, geometry = self.f, self.geometry
+        written = [slot for slot in f["chunk_snapshot"].tolist() if slot != geometry.scratch_slot]
+        assert len(set(written)) == len(written) == int(f["num_snapshots"]), f"snapshots {written}"
+        assert all(slot >= geometry.first_snapshot for slot in written), f"snapshots {written}"
+        for slot, read in zip(slots, f["read_slot"].tolist(), strict=False):
+            assert read == slot or geometry.first_snapshot <= read < geometry.scratch_slot, f"{slot} reads {read}"
+            assert read not in written, f"snapshot {read} is read and written"
+
+    def snapshots_of(self, i: int) -> dict[int, int]:
+        """Tokens of sequence i in this step -> slot that is to hold the state after them."""
+        f, start = self.f, int(self.f["query_start"][i])
+        if not self.geometry.has_slots:
+            return {}
+        if self.bucket.kind == "decode":
+            ends = {1: int(f["chunk_snapshot"][i])}
+        else:
+            mine = [c for c in range(int(f["num_chunks"])) if f["chunk_seq"][c] == i]
+            ends = {int(f["chunk_start"][c] + f["chunk_len"][c]) - start: int(f["chunk_snapshot"][c]) for c in mine}
+        return {end: slot for end, slot in ends.items() if slot != self.geometry.scratch_slot}
 
     def check_chunks(self) -> None:
         f = self.f
@@ -298,6 +325,7 @@ class ToyStep:
         if value is None:
             assert history is not None
             value = hash_of(history)
+        snapshots = self.snapshots_of(i)
         for at in range(start, start + length):
             known = int(f["token_ids"][at])
             token = row.last_token if known == FROM_DEVICE else known
@@ -306,6 +334,8 @@ class ToyStep:
             if history is not None:
                 history.append(token)
                 self.write_page(i, len(history) - 1, token)
+            if at + 1 - start in snapshots:
+                runner.slots[snapshots[at + 1 - start]] = Slot(first + at + 1 - start, value)
             target = int(f["targets"][at])
             if target != NO_TARGET:
                 greedy = next_token(value, temperature=0, seed=0, step=0, banned=frozenset())

@@ -11,7 +11,10 @@ from jhybrid.errors import OutOfMemoryError
 
 
 def abstract_cache(router: Router, *, slots: int, pages: int) -> Cache:
-    """The cache as shapes. Every layer has one row more than it has slots (pages): the scratch row."""
+    """The cache as shapes. Every layer has one row more than it has slots (pages): the scratch row, its last.
+
+    `slots` counts those of running sequences and, after them, those of snapshots.
+    """
     rows = {"slot": slots + 1, "page": pages + 1}
     arrays = {
         name: jax.ShapeDtypeStruct((layers * rows[part.unit], *part.shape), jnp.dtype(part.dtype))
@@ -31,8 +34,9 @@ class MemoryPlan:
     sampler: int
     scratch: int  # most that a compiled step needs beside its arguments
     available: int  # what the device offered for all of it together
-    num_slots: int
+    num_slots: int  # of running sequences
     num_pages: int
+    num_snapshots: int = 0
 
     @property
     def total(self) -> int:
@@ -60,9 +64,13 @@ def plan_memory(
     max_num_seqs: int,
     pages_per_seq: int,
     num_pages: int | None,
+    prefix_caching: bool = False,
+    snapshot_slots: int | None = None,
 ) -> MemoryPlan:
-    """Slots first, pages with the rest: at least one sequence's worth, at most what all sequences can need.
+    """Slots first, then snapshots, pages with the rest: at least one sequence's worth, at most what all can need.
 
+    With prefix caching, pages for as much again, and as many snapshots as `snapshot_slots` says; None: four for each
+    running sequence and a few, in at most a quarter of what the slots leave.
     Raises OutOfMemoryError with the bytes asked, the bytes available and what to change.
     """
     num_slots = max_num_seqs if router.has_slots else 0
@@ -75,10 +83,15 @@ def plan_memory(
             f"weights ({weights} B), sampler ({sampler} B), scratch ({scratch} B) and the state of {num_slots} "
             f"sequences ({state} B) need {weights + sampler + scratch + state} B, {available} B are available; {remedy}"
         )
+    snapshots = 0
+    if prefix_caching and router.has_slots:
+        snapshots = _plan_snapshots(snapshot_slots, max_num_seqs, left, router.bytes_per_slot)
+        left -= snapshots * router.bytes_per_slot
     pages = 0
     if router.has_pages:
         fits = max(0, left // router.bytes_per_page - 1)
-        pages = num_pages if num_pages is not None else min(fits, max_num_seqs * pages_per_seq)
+        useful = max_num_seqs * pages_per_seq * (2 if prefix_caching else 1)
+        pages = num_pages if num_pages is not None else min(fits, useful)
         if pages > fits:
             raise OutOfMemoryError(
                 f"num_pages={pages} needs {(pages + 1) * router.bytes_per_page} B, {left} B are left for pages; "
@@ -94,13 +107,28 @@ def plan_memory(
         weights=weights,
         kv=(pages + 1) * router.bytes_per_page,
         state=state,
-        snapshots=0,
+        snapshots=snapshots * router.bytes_per_slot,
         sampler=sampler,
         scratch=scratch,
         available=available,
         num_slots=num_slots,
         num_pages=pages,
+        num_snapshots=snapshots,
     )
+
+
+def _plan_snapshots(asked: int | None, max_num_seqs: int, left: int, size: int) -> int:
+    if asked is None:
+        count = min(4 * max_num_seqs + 16, left // 4 // size)
+        if count:
+            return count
+        asked = 1
+    if asked * size > left:
+        raise OutOfMemoryError(
+            f"snapshot_slots={asked} need {asked * size} B, {left} B are left; "
+            f"use snapshot_slots of at most {left // size}, a lower max_num_seqs, or no prefix caching"
+        )
+    return asked
 
 
 def tree_bytes(tree: object) -> int:

@@ -1,91 +1,423 @@
-"""Ledger: the only host object that knows pages, slots and rows, and who holds them.
+"""Ledger: the only host object that knows pages, slots, rows and the prefix tree, and who holds what.
 
 Four verbs: `match`, `reserve`, `commit`, `release`. `reserve` is all or nothing; `release` is the only way out,
-whatever the reason, so that no way out can leak.
+whatever the reason, so that no way out can leak. What a sequence computed enters the prefix tree in `commit`, when
+the step that wrote it is known to have succeeded, and in no other place.
 """
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
+from jhybrid.cache.node import Node
 from jhybrid.cache.pages import RowPool
+from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.errors import SlotPoolEmptyError
 from jhybrid.sequence import Holding, Sequence
 
+TAILS = 2
+"""Snapshots kept of an answer: the last page may hold what a client trims off before it sends the answer back."""
 
-@dataclass(frozen=True)
+MissCause = Literal["never_saved", "no_branch", "evicted", "unaligned", "disabled"]
+
+
+@dataclass
 class Hit:
-    """What the cache already holds of a sequence: its first `tokens` positions, resumed from `slot`."""
+    """What the cache holds of a sequence: its first `tokens` positions.
+
+    `path` are the nodes of those positions, the last with the state to start from (`source`; None without recurrent
+    layers). Keys and values alone reach to `kv_tokens`; where that is further, `cause` says why the state is not.
+    `waits` is set when another sequence is just computing more of the same prefix.
+    """
 
     tokens: int = 0
-    slot: int | None = None
+    path: list[Node] = field(default_factory=list)
+    source: Node | None = None
+    kv_tokens: int = 0
+    cause: MissCause | None = None
+    idle: int = 0  # nodes of the path that nobody uses yet
+    waits: bool = False
+
+
+@dataclass
+class PrefixCounts:
+    """What the prefix cache did since the engine was ready. Tokens are those of first admissions."""
+
+    queries: int = 0
+    hits: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    misses: dict[str, int] = field(default_factory=dict)  # admissions whose state reached less deep than their KV
+    missed_tokens: dict[str, int] = field(default_factory=dict)
+    snapshots_taken: int = 0
+    snapshots_skipped: int = 0  # no row could be had
+    quarantined: int = 0
 
 
 class Ledger:
     """Accounts for what the caches of one engine hold.
 
-    `num_pages` is 0 for a model without attention, `num_slots` is 0 for one without recurrent layers.
+    `num_pages` is 0 for a model without attention, `num_slots` is 0 for one without recurrent layers. With a `tree`,
+    prefixes are shared; a model with recurrent layers and no snapshots has none, whatever is passed.
     """
 
-    def __init__(self, *, page_size: int, num_pages: int, num_slots: int, num_rows: int):
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        num_pages: int,
+        num_slots: int,
+        num_rows: int,
+        num_snapshots: int = 0,
+        snapshot_interval: int | None = None,
+        tree: PrefixTree | None = None,
+    ):
         self.page_size = page_size
         self.pages = RowPool("page", num_pages)
         self.slots = RowPool("slot", num_slots)
         self.rows = RowPool("row", num_rows)
+        self.snapshots = RowPool("snapshot", num_snapshots)
+        self.snapshot_interval = snapshot_interval
+        self.tree = None if num_slots and not num_snapshots else tree
+        self.counts = PrefixCounts()
+        self._prefilling: dict[tuple[str | None, bytes], list[Sequence]] = {}  # by their first page
 
-    def match(self, _sequence: Sequence) -> Hit:
-        """The longest prefix of a sequence that pages and state are held for. Nothing is shared yet."""
-        return Hit()
+    # match
+
+    def match(self, sequence: Sequence) -> Hit:
+        """The longest prefix that pages and state are held for. At least one token is left to compute."""
+        if self.tree is None or sequence.computes_all:
+            return Hit(cause="disabled")
+        if sequence.awaited is not None and self._is_coming(*sequence.awaited):
+            return Hit(waits=True)
+        sequence.awaited = None
+        keys = self._keys(sequence.token_ids, len(sequence.token_ids) // self.page_size)
+        most = (len(sequence.token_ids) - 1) // self.page_size
+        path = list(self.tree.walk(sequence.request.cache_salt, keys))
+        beyond = path[most] if len(path) > most else None  # a page of which every token is asked for again
+        path = path[:most]
+        depth, source = len(path), None
+        if self.slots.size:
+            while depth and path[depth - 1].snapshot is None:
+                depth -= 1
+            source = path[depth - 1] if depth else None
+        hit = Hit(depth * self.page_size, path[:depth], source, len(path) * self.page_size)
+        if depth < len(path):
+            hit.cause = self._cause(path, beyond)
+        hit.idle = sum(not node.refs for node in hit.path)
+        hit.waits = self._await(sequence, keys[:most], depth)
+        return hit
+
+    def _cause(self, path: list[Node], beyond: Node | None) -> MissCause:
+        """Why the deepest node of a path has no snapshot."""
+        if beyond is not None and beyond.snapshot is not None:
+            return "unaligned"
+        if path[-1].had_snapshot:
+            return "evicted"
+        return "no_branch" if path[-1].children else "never_saved"
+
+    def _keys(self, token_ids: list[int], pages: int) -> list[bytes]:
+        """The first pages' tokens, as the tree knows them."""
+        tokens = array("i", token_ids[: pages * self.page_size]).tobytes()
+        width = 4 * self.page_size
+        return [tokens[at : at + width] for at in range(0, len(tokens), width)]
+
+    def _await(self, sequence: Sequence, keys: list[bytes], depth: int) -> bool:
+        """Whether a sequence under way computes more of this prefix, and will leave it; asks it to, if it still can."""
+        if len(keys) <= depth:
+            return False
+        for other in self._prefilling.get((sequence.request.cache_salt, keys[0]), ()):
+            holding = other.holding
+            assert holding is not None
+            shared = 0
+            while shared < min(len(keys), len(holding.keys)) and keys[shared] == holding.keys[shared]:
+                shared += 1
+            boundary = self._boundary_to_come(other, shared * self.page_size)
+            if boundary > depth * self.page_size:
+                sequence.awaited = (other, holding, boundary)
+                return True
+        return False
+
+    def _boundary_to_come(self, other: Sequence, shared: int) -> int:
+        """The deepest boundary of at most `shared` tokens that a sequence under way is going to publish; 0 for none."""
+        holding = other.holding
+        assert holding is not None
+        if not self.slots.size:
+            return shared if shared > holding.published * self.page_size else 0
+        if other.dispatched < shared and shared not in holding.targets:
+            holding.targets = sorted([*holding.targets, shared])
+        coming = [b for b in (*holding.targets, *holding.snapshots) if b <= shared]
+        return max(coming, default=0)
+
+    def _is_coming(self, other: Sequence, holding: Holding, boundary: int) -> bool:
+        """Whether a boundary is still to be published by the sequence that was asked for it."""
+        if other.holding is not holding or holding.published * self.page_size >= boundary:
+            return False
+        return not self.slots.size or boundary in holding.snapshots or boundary in holding.targets
+
+    # reserve
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that are free or that can be had by evicting."""
+        return self.pages.free + (self.tree.num_idle if self.tree and self.pages.size else 0)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` positions need."""
         return -(-tokens // self.page_size) if self.pages.size else 0
 
-    def reserve(self, sequence: Sequence, tokens: int) -> bool:
+    def reserve(self, sequence: Sequence, tokens: int, hit: Hit | None = None) -> bool:
         """Make a sequence hold what positions [0, tokens) need: pages, and on admission a row and a slot.
 
-        Returns False, with nothing changed, when there are not enough pages. Raises SlotPoolEmptyError,
-        with nothing changed, when the pool of slots or rows is empty, which only a bug can cause.
+        On admission its first `hit.tokens` positions are the tree's. Returns False, with nothing changed, when there
+        are not enough pages. Raises SlotPoolEmptyError, with nothing changed, when the pool of slots or rows is
+        empty, which only a bug can cause.
         """
         holding = sequence.holding
-        missing = self.pages_for(tokens) - (len(holding.pages) if holding else 0)
-        if holding is not None and missing <= 0:
+        if holding is not None:
+            missing = self.pages_for(tokens) - len(holding.pages)
+            pages = self._take_pages(missing) if missing > 0 else []
+            if pages is None:
+                return False
+            holding.pages.extend(pages)
             return True
-        pages = self.pages.take(missing)
-        if pages is None:
-            return False
+        hit = hit or Hit()
+        if self.tree:
+            self.tree.pin(hit.path)
+        try:
+            pages = self._take_pages(self.pages_for(tokens) - (len(hit.path) if self.pages.size else 0))
+            holding = None if pages is None else self._admit(pages)
+        except SlotPoolEmptyError:
+            self._unpin(hit.path)
+            raise
         if holding is None:
-            try:
-                holding = sequence.holding = self._admit()
-            except SlotPoolEmptyError:
-                self.pages.give(pages)
-                raise
-        holding.pages.extend(pages)
+            self._unpin(hit.path)
+            return False
+        sequence.holding = holding
+        if self.tree:
+            self._start(sequence, holding, hit)
         return True
 
-    def _admit(self) -> Holding:
-        """A row and, for a model with recurrent layers, a slot; both or neither."""
+    def _take_pages(self, count: int) -> list[int] | None:
+        if count > self.available_pages:
+            return None
+        while self.pages.free < count:
+            assert self.tree is not None
+            evicted = self.tree.evict_page()
+            assert evicted, f"{self.tree.num_idle} nodes are idle and none can be evicted"
+            self._collect()
+        return self.pages.take(count)
+
+    def _admit(self, pages: list[int]) -> Holding:
+        """A row and, for a model with recurrent layers, a slot; both or neither, and then not the pages either."""
         row = self.rows.take(1)
-        if row is None:
-            raise SlotPoolEmptyError(f"no free row of {self.rows.size}; {self.rows.used} are held by sequences")
-        if not self.slots.size:
-            return Holding(row=row[0], slot=None)
-        slot = self.slots.take(1)
-        if slot is None:
-            self.rows.give(row)
-            raise SlotPoolEmptyError(f"no free slot of {self.slots.size}; {self.slots.used} are held by sequences")
-        return Holding(row=row[0], slot=slot[0])
+        slot = self.slots.take(1) if row and self.slots.size else None
+        if row is None or (self.slots.size and slot is None):
+            if row is not None:
+                self.rows.give(row)
+            self.pages.give(pages)
+            pool = self.rows if row is None else self.slots
+            raise SlotPoolEmptyError(f"no free {pool.kind} of {pool.size}; {pool.used} are held by sequences")
+        return Holding(row=row[0], slot=slot[0] if slot else None, pages=pages)
+
+    def _start(self, sequence: Sequence, holding: Holding, hit: Hit) -> None:
+        """Let an admitted sequence begin where the cache ends."""
+        assert self.tree is not None
+        if self.pages.size:
+            holding.pages = [node.page for node in hit.path if node.page is not None] + holding.pages
+        holding.published = len(hit.path)
+        holding.node = hit.path[-1] if hit.path else None
+        holding.source = hit.source
+        self.tree.touch(hit.path, hit.source)
+        if hit.source is not None:
+            self.tree.start_reading(hit.source)
+        known = len(sequence.token_ids)
+        holding.keys = self._keys(sequence.token_ids, (known - 1) // self.page_size)
+        if self.slots.size:
+            holding.targets = self._targets(sequence, hit)
+        if holding.keys:
+            self._prefilling.setdefault((sequence.request.cache_salt, holding.keys[0]), []).append(sequence)
+        self._count(sequence, hit)
+
+    def _targets(self, sequence: Sequence, hit: Hit) -> list[int]:
+        """Boundaries of a prompt where its pass leaves snapshots.
+
+        The last one before its end, for who asks the same again or goes on from there; where another prompt's KV was
+        found to reach deeper than any state, because others will branch off there too; every so many tokens, and
+        where the request says.
+        """
+        size = self.page_size
+        last = (len(sequence.token_ids) - 1) // size * size
+        wanted = {last, hit.kv_tokens, *(at // size * size for at in sequence.request.snapshot_at)}
+        if self.snapshot_interval:
+            wanted |= set(range(self.snapshot_interval, last, self.snapshot_interval))
+        return sorted(at for at in wanted if hit.tokens < at <= last)
+
+    def _count(self, sequence: Sequence, hit: Hit) -> None:
+        if sequence.preemptions:
+            return
+        sequence.cached_tokens, sequence.miss_cause = hit.tokens, hit.cause
+        counts = self.counts
+        counts.queries += 1
+        counts.hits += hit.tokens > 0
+        counts.query_tokens += sequence.prompt_len
+        counts.hit_tokens += hit.tokens
+        if hit.cause is not None:
+            counts.misses[hit.cause] = counts.misses.get(hit.cause, 0) + 1
+            counts.missed_tokens[hit.cause] = counts.missed_tokens.get(hit.cause, 0) + hit.kv_tokens - hit.tokens
+
+    def snapshots_for(self, sequence: Sequence, first_pos: int, num_tokens: int) -> dict[int, int]:
+        """Boundary -> snapshot row, for the snapshots that the step over these positions is to leave.
+
+        Besides the prompt's own, one at every page that decoding fills, of which the latest are kept, so that the
+        next turn of a chat finds the end of this one. Without a row to be had, none is left, and it is counted.
+        """
+        holding = sequence.holding
+        if self.tree is None or not self.slots.size or holding is None:
+            return {}
+        end = first_pos + num_tokens
+        targets = []
+        while holding.targets and holding.targets[0] <= end:
+            targets.append(holding.targets.pop(0))
+        if end > len(holding.keys) * self.page_size and end % self.page_size == 0:
+            targets.append(end)
+        rows = {}
+        for boundary in targets:
+            row = self._take_snapshot()
+            if row is not None:
+                rows[boundary] = row
+        holding.snapshots |= rows
+        return rows
+
+    def _take_snapshot(self) -> int | None:
+        assert self.tree is not None
+        if not self.snapshots.free and self.tree.evict_snapshot():
+            self._collect()
+        row = self.snapshots.take(1)
+        self.counts.snapshots_skipped += row is None
+        self.counts.snapshots_taken += row is not None
+        return row[0] if row else None
+
+    # commit
 
     def commit(self, sequence: Sequence, tokens: int) -> None:
-        """Positions [0, tokens) of a sequence are now known to be computed."""
+        """Positions [0, tokens) of a sequence are now known to be computed: its full pages and snapshots are shared."""
         holding = sequence.holding
         assert holding is not None, f"{sequence.request_id} committed {tokens} tokens and holds nothing"
         assert len(holding.pages) >= self.pages_for(tokens), (sequence.request_id, tokens, holding)
+        if self.tree is None:
+            return
+        self._stop_reading(holding)
+        full = tokens // self.page_size
+        while holding.published < full:
+            self._publish(sequence, holding)
+            self._attach(holding)
+        if full >= len(holding.keys):
+            self._leave_prefilling(sequence, holding)
+
+    def _publish(self, sequence: Sequence, holding: Holding) -> None:
+        """The next full page of a sequence enters the tree; or stays its own, if the tree has the same already."""
+        assert self.tree is not None
+        at = holding.published
+        ids = sequence.token_ids[at * self.page_size : (at + 1) * self.page_size]
+        assert len(ids) == self.page_size, (sequence.request_id, at, len(sequence.token_ids))
+        page = holding.pages[at] if self.pages.size else None
+        key = array("i", ids).tobytes()
+        node, is_taken = self.tree.extend(sequence.request.cache_salt, holding.node, key, page)
+        if page is not None and not is_taken:
+            holding.duplicates.append(page)
+        holding.node, holding.published = node, at + 1
+        self._collect()
+
+    def _attach(self, holding: Holding) -> None:
+        """Give the node just published the snapshot that was taken there."""
+        assert self.tree is not None
+        boundary = holding.published * self.page_size
+        row = holding.snapshots.pop(boundary, None)
+        if row is None:
+            return
+        assert holding.node is not None
+        if not self.tree.attach(holding.node, row):
+            self.snapshots.give([row])
+        elif boundary > len(holding.keys) * self.page_size:
+            holding.tails.append(holding.node)
+            if len(holding.tails) > TAILS:
+                self.tree.supersede(holding.tails.pop(0))
+                self._collect()
+
+    def _stop_reading(self, holding: Holding) -> None:
+        if holding.source is not None and self.tree is not None:
+            self.tree.stop_reading(holding.source)
+            holding.source = None
+            self._collect()
+
+    def _leave_prefilling(self, sequence: Sequence, holding: Holding) -> None:
+        if not holding.keys:
+            return
+        key = (sequence.request.cache_salt, holding.keys[0])
+        others = self._prefilling.get(key, [])
+        if sequence in others:
+            others.remove(sequence)
+            if not others:
+                del self._prefilling[key]
+
+    # release
 
     def release(self, sequence: Sequence) -> None:
-        """Give back everything a sequence holds; harmless when it holds nothing."""
+        """Give back everything a sequence holds; harmless when it holds nothing. What it published stays cached."""
         holding, sequence.holding = sequence.holding, None
         if holding is None:
             return
-        self.pages.give(holding.pages)
+        own = holding.pages if self.tree is None else holding.pages[holding.published :] + holding.duplicates
+        self.pages.give(own)
         self.rows.give([holding.row])
         if holding.slot is not None:
             self.slots.give([holding.slot])
+        if self.tree is not None:
+            self.snapshots.give(list(holding.snapshots.values()))
+            self._leave_prefilling(sequence, holding)
+            self._stop_reading(holding)
+            self._unpin(holding.node)
+
+    def _unpin(self, node: Node | list[Node] | None) -> None:
+        """Drop one reference on a node, or the last of a path, and all its ancestors."""
+        if self.tree is not None:
+            self.tree.unpin(node[-1] if isinstance(node, list) and node else node if isinstance(node, Node) else None)
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take back the rows that the tree gave up."""
+        assert self.tree is not None
+        self.pages.give(self.tree.freed_pages)
+        self.snapshots.give(self.tree.freed_snapshots)
+        self.tree.freed_pages, self.tree.freed_snapshots = [], []
+
+    def prefix_status(self) -> dict:
+        """What the prefix cache holds, and what it has done so far."""
+        assert self.tree is not None
+        return asdict(self.counts) | {
+            "cached_pages": self.tree.num_nodes,
+            "idle_pages": self.tree.num_idle,
+            "evicted_pages": self.tree.evicted_pages,
+            "evicted_snapshots": self.tree.evicted_snapshots,
+        }
+
+    def evict(self) -> None:
+        """Give up one idle page and one snapshot, as if there were no room for them."""
+        if self.tree is not None:
+            self.tree.evict_page()
+            self.tree.evict_snapshot()
+            self._collect()
+
+    def flush(self) -> None:
+        """Forget every cached prefix. What sequences still use is freed when they end."""
+        if self.tree is not None:
+            self.tree.clear()
+            self._collect()
+
+    def quarantine(self, node: Node) -> None:
+        """Forget a node that was found to be wrong, and all that was built on it."""
+        if self.tree is not None and node.alive:
+            self.tree.remove(node)
+            self.counts.quarantined += 1
+            self._collect()

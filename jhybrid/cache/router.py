@@ -95,6 +95,11 @@ class Router:
         return sum(part.bytes * layers for part, layers in self._arrays.values() if part.unit == "page")
 
     @property
+    def num_paged_layers(self) -> int:
+        """Layers that keep something per page."""
+        return len({layer for (layer, part), at in self._places.items() if self._arrays[at.array][0].unit == "page"})
+
+    @property
     def has_slots(self) -> bool:
         return self.bytes_per_slot > 0
 

@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jhybrid.batch import make_buckets
+from jhybrid.cache.arrays import MemoryPlan
+from jhybrid.cache.eviction import Cost, Policy
+from jhybrid.cache.ledger import Ledger
+from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.router import Part, Router
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
@@ -84,8 +88,12 @@ def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple
         state_dtype=config.state_dtype,
         conv_dtype=cache_dtype,
     )
-    if config.enable_prefix_caching:  # forced off, as the ledger matches nothing; a hit without state is impossible
-        log.warning("enable_prefix_caching: prefixes are not shared between requests yet; every prompt is computed")
+    if config.enable_prefix_caching and config.snapshot_slots == 0 and Router(parts).has_slots:
+        raise ConfigError(
+            "snapshot_slots",
+            "0 with enable_prefix_caching: this model has recurrent layers, whose prefixes cannot be continued without "
+            "a snapshot of their state; use snapshot_slots of at least 1, or switch enable_prefix_caching off",
+        )
     return model_config, module, parts, dtype
 
 
@@ -155,6 +163,33 @@ def make_runner(config: EngineConfig, model: Model) -> Runner:
         num_pages=config.num_pages,
         chunk_size=config.chunk_size,
         memory_fraction=config.memory_share(jax.default_backend()),
+        prefix_caching=config.enable_prefix_caching,
+        snapshot_slots=config.snapshot_slots,
+    )
+
+
+def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan) -> Ledger:
+    """The books of the caches that a memory plan provides for, with a prefix tree if one is asked for."""
+    tree = None
+    if config.enable_prefix_caching:
+        router = model.router
+        cost = Cost(
+            flops_per_token=2.0 * model.num_parameters,
+            flops_per_position=4.0 * (model.config.hidden_size if model.config else 0) * router.num_paged_layers,
+            page_size=config.page_size,
+            page_bytes=router.bytes_per_page,
+            slot_bytes=router.bytes_per_slot,
+        )
+        alpha = 1.0 if config.eviction_policy == "flop_aware" else 0.0
+        tree = PrefixTree(Policy(cost, alpha=alpha, span=memory.num_snapshots or memory.num_pages))
+    return Ledger(
+        page_size=config.page_size,
+        num_pages=memory.num_pages,
+        num_slots=memory.num_slots,
+        num_rows=config.max_num_seqs,
+        num_snapshots=memory.num_snapshots,
+        snapshot_interval=config.snapshot_interval,
+        tree=tree,
     )
 
 

@@ -62,7 +62,7 @@ class InferenceService(services.InferenceServiceServicer):
 
     async def _answer(self, stream: Stream, clock: "Clock", context: grpc.aio.ServicerContext) -> None:
         """Write a stream's deltas. An answer that fails lets its siblings finish, then fails the call."""
-        completion_tokens = cached_tokens = 0
+        usage = pb.Usage(prompt_tokens=stream.prompt_tokens)
         left, failures = stream.request.sampling.n, []
         async for delta in self._bridge.deltas(stream):
             left -= delta.finish_reason is not None
@@ -72,13 +72,14 @@ class InferenceService(services.InferenceServiceServicer):
                     await context.write(wire.delta_to_wire(delta))
                 continue
             clock.saw(delta)
-            completion_tokens += len(delta.token_ids)
-            cached_tokens = max(cached_tokens, delta.cached_tokens)
+            usage.completion_tokens += len(delta.token_ids)
+            if delta.index == 0:
+                usage.cached_tokens = max(usage.cached_tokens, delta.cached_tokens)
+                if delta.miss_cause is not None:
+                    usage.miss_cause = delta.miss_cause
             message = wire.delta_to_wire(delta)
             if not left and not failures:
-                message.usage.prompt_tokens = stream.prompt_tokens
-                message.usage.cached_tokens = cached_tokens
-                message.usage.completion_tokens = completion_tokens
+                message.usage.CopyFrom(usage)
                 message.timing.CopyFrom(clock.timing())
             await context.write(message)
         if failures:

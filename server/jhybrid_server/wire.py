@@ -38,6 +38,7 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    miss_cause: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def request_to_wire(request: Request, model: str = "") -> pb.GenerateRequest:
         message.priority = request.priority
     with _naming("add_special_tokens"):
         message.add_special_tokens = request.add_special_tokens
+    if request.cache_salt is not None:
+        with _naming("cache_salt"):
+            message.cache_salt = request.cache_salt
+    with _naming("snapshot_at"):
+        message.snapshot_at.extend(request.snapshot_at)
     if request.prompt is not None:
         with _naming("prompt"):
             message.text = request.prompt
@@ -99,6 +105,8 @@ def request_from_wire(message: pb.GenerateRequest) -> Request:
         sampling=_sampling_from_wire(message.sampling),
         request_id=message.request_id or None,
         priority=message.priority,
+        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        snapshot_at=list(message.snapshot_at),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
     )
 
@@ -151,11 +159,13 @@ def delta_from_wire(message: pb.GenerateResponse) -> Delta:
         finish_reason=names.get(message.finish_reason),
         stop_reason=getattr(message, which) if which else None,
         cached_tokens=message.usage.cached_tokens,
+        miss_cause=message.usage.miss_cause if message.usage.HasField("miss_cause") else None,
     )
 
 
 def usage_from_wire(message: pb.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
+    cause = message.miss_cause if message.HasField("miss_cause") else None
+    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, cause)
 
 
 def timing_from_wire(message: pb.Timing) -> Timing:
@@ -183,6 +193,9 @@ def status_to_wire(status: dict[str, Any]) -> pb.GetStatusResponse:
     for name in ("pages", "slots", "snapshots"):
         if name in status:
             getattr(message, name).CopyFrom(pb.Pool(**status[name]))
+    if "prefix_cache" in status:
+        counts = {field.name: status["prefix_cache"][field.name] for field in pb.PrefixCache.DESCRIPTOR.fields}
+        message.prefix_cache.CopyFrom(pb.PrefixCache(**counts))
     return message
 
 

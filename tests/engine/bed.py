@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jhybrid import Delta, Engine, EngineConfig, Output, Request, SamplingParams
+from jhybrid.weights.load import make_ledger
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = (
@@ -46,13 +47,35 @@ def engine_of(model: str) -> Engine:
         page_size=8,
         max_num_batched_tokens=128,
         chunk_size=16,
+        enable_prefix_caching=True,
+        snapshot_slots=12,
     )
     folder = config.compilation_cache()
     assert folder is not None
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return Engine(config)
+        engine = Engine(config)
+    engine.ledger.tree = None  # until a test asks for it with `caching`
+    return engine
+
+
+@contextlib.contextmanager
+def caching(engine: Engine, policy: str = "flop_aware") -> Iterator[Engine]:
+    """With an empty prefix cache, which must hold nothing but cached prefixes in the end."""
+    config = dataclasses.replace(engine.config, eviction_policy=policy)
+    ledger = make_ledger(config, engine.model, engine.runner.memory)
+    engine.ledger.tree, engine.ledger.counts = ledger.tree, ledger.counts
+    try:
+        yield engine
+        tree = engine.ledger.tree
+        assert tree is not None
+        assert tree.num_idle == tree.num_nodes, "a node is still in use"
+        assert engine.ledger.pages.used == (tree.num_nodes if engine.ledger.pages.size else 0)
+    finally:
+        engine.flush_cache()
+        engine.ledger.tree = None
+    assert engine.ledger.snapshots.used == 0
 
 
 @cache
@@ -68,9 +91,10 @@ def poison(engine: Engine) -> None:
     for name, (part, layers) in engine.runner.router.arrays.items():
         array = np.array(engine.runner.cache.arrays[name])
         rows = array.shape[0] // layers
-        pool = ledger.slots if part.unit == "slot" else ledger.pages
+        snapshots = [ledger.slots.size + row for row in ledger.snapshots.free_rows()]
+        free = ledger.slots.free_rows() + snapshots if part.unit == "slot" else ledger.pages.free_rows()
         for layer in range(layers):
-            array[[layer * rows + row for row in (*pool.free_rows(), rows - 1)]] = np.nan
+            array[[layer * rows + row for row in (*free, rows - 1)]] = np.nan
         engine.runner.cache.arrays[name] = jax.device_put(array)
 
 
@@ -131,10 +155,12 @@ def prompts(engine: Engine, lengths: list[int], seed: int = 0) -> list[list[int]
 
 
 def alone(engine: Engine, request: Request) -> Output:
-    """The reference: this request by itself, its prompt whole, step by step."""
+    """The reference: this request by itself, its prompt whole, nothing cached, step by step."""
     assert not engine.has_work
+    tree, engine.ledger.tree = engine.ledger.tree, None
     poison(engine)
     [output] = engine.generate([request])
+    engine.ledger.tree = tree
     return output
 
 

@@ -30,7 +30,7 @@ def clean(engine: Engine) -> Iterator[Engine]:
     compiled = engine.compilations_after_ready  # by other tests of this process
     yield engine
     assert not engine.has_work
-    for pool in (engine.ledger.pages, engine.ledger.slots, engine.ledger.rows):
+    for pool in (engine.ledger.pages, engine.ledger.slots, engine.ledger.rows, engine.ledger.snapshots):
         assert pool.used == 0, pool.kind
     assert engine.compilations_after_ready == compiled
     assert not engine._sequences

@@ -15,7 +15,8 @@ def test_every_byte_of_the_caches_is_accounted(engine: Engine):
     arrays = engine.runner.cache.arrays
     unit = {name: part.unit for name, (part, _) in engine.runner.router.arrays.items()}
     assert memory["kv"] == sum(a.nbytes for name, a in arrays.items() if unit[name] == "page")
-    assert memory.get("state", 0) == sum(a.nbytes for name, a in arrays.items() if unit[name] == "slot")
+    states = memory.get("state", 0) + memory.get("snapshots", 0)
+    assert states == sum(a.nbytes for name, a in arrays.items() if unit[name] == "slot")
     assert memory["sampler"] == sum(a.nbytes for a in jax.tree.leaves(engine.runner.sampler))
     assert memory["weights"] == sum(a.nbytes for a in jax.tree.leaves(engine.runner.params))
     assert sum(memory.values()) == engine.status()["memory_total_bytes"]

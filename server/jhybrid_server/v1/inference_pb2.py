@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jhybrid_server/v1/inference.proto\x12\njhybrid.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xdf\x06\n\x0eSamplingParams\x12\x14\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x12\x16\n\x0c\x66ill_context\x18\x02 \x01(\x08H\x00\x12\x17\n\nmin_tokens\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).jhybrid.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0c \x01(\x03H\t\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x03H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x03H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\x03H\x0c\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\x03\x12\'\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08H\r\x88\x01\x01\x12\x17\n\nignore_eos\x18\x13 \x01(\x08H\x0e\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x14 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06lengthB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokens\"\xf1\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.jhybrid.v1.TokenIdsH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.jhybrid.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\":\n\rTokenLogprobs\x12)\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x18.jhybrid.v1.TokenLogprob\"\xed\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.jhybrid.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.jhybrid.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.jhybrid.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x08 \x01(\x05H\x00\x12\x15\n\x0bstop_string\x18\t \x01(\tH\x00\x12 \n\x05usage\x18\n \x01(\x0b\x32\x11.jhybrid.v1.Usage\x12\"\n\x06timing\x18\x0b \x01(\x0b\x32\x12.jhybrid.v1.TimingB\r\n\x0bstop_reason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x03\"\x87\x01\n\x06Timing\x12 \n\x13\x66irst_token_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\x12\x1a\n\rqueue_seconds\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\x16\n\x14_first_token_secondsB\x10\n\x0e_queue_seconds\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x15\n\x13GetModelInfoRequest\"\xbc\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x03\x12\x15\n\rmax_model_len\x18\x05 \x01(\x03\x12\x12\n\nnum_layers\x18\x06 \x01(\x03\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x03\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x0c\x62os_token_id\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\n \x03(\x05\x12\x16\n\x0e\x62ytes_per_slot\x18\x0b \x01(\x03\x12\x16\n\x0e\x62ytes_per_page\x18\x0c \x01(\x03\x12\x0f\n\x07version\x18\r \x01(\tB\x0f\n\r_bos_token_id\"\x12\n\x10GetStatusRequest\"1\n\x04Pool\x12\r\n\x05total\x18\x01 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x03\x12\x0c\n\x04used\x18\x03 \x01(\x03\"\xee\x03\n\x11GetStatusResponse\x12\x0f\n\x07running\x18\x01 \x01(\x03\x12\x0f\n\x07waiting\x18\x02 \x01(\x03\x12\x1f\n\x05pages\x18\x03 \x01(\x0b\x32\x10.jhybrid.v1.Pool\x12$\n\x05slots\x18\x04 \x01(\x0b\x32\x10.jhybrid.v1.PoolH\x00\x88\x01\x01\x12(\n\tsnapshots\x18\x05 \x01(\x0b\x32\x10.jhybrid.v1.PoolH\x01\x88\x01\x01\x12\x44\n\x0cmemory_bytes\x18\x06 \x03(\x0b\x32..jhybrid.v1.GetStatusResponse.MemoryBytesEntry\x12 \n\x18\x63ompilations_after_ready\x18\x07 \x01(\x03\x12\x10\n\x08requests\x18\x08 \x01(\x03\x12\r\n\x05steps\x18\t \x01(\x03\x12\x15\n\rprompt_tokens\x18\n \x01(\x03\x12\x15\n\routput_tokens\x18\x0b \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x03\x12\x14\n\x0c\x66\x61iled_steps\x18\r \x01(\x03\x12\x18\n\x10\x66\x61iled_sequences\x18\x0e \x01(\x03\x1a\x32\n\x10MemoryBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x08\n\x06_slotsB\x0c\n\n_snapshots*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xbf\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.jhybrid.v1.GenerateRequest\x1a\x1c.jhybrid.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.jhybrid.v1.TokenizeRequest\x1a\x1c.jhybrid.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.jhybrid.v1.GetModelInfoRequest\x1a .jhybrid.v1.GetModelInfoResponse\x12H\n\tGetStatus\x12\x1c.jhybrid.v1.GetStatusRequest\x1a\x1d.jhybrid.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jhybrid_server/v1/inference.proto\x12\njhybrid.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xdf\x06\n\x0eSamplingParams\x12\x14\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x12\x16\n\x0c\x66ill_context\x18\x02 \x01(\x08H\x00\x12\x17\n\nmin_tokens\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).jhybrid.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0c \x01(\x03H\t\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x03H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x03H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\x03H\x0c\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\x03\x12\'\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08H\r\x88\x01\x01\x12\x17\n\nignore_eos\x18\x13 \x01(\x08H\x0e\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x14 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06lengthB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokens\"\xae\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.jhybrid.v1.TokenIdsH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.jhybrid.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x02\x88\x01\x01\x12\x13\n\x0bsnapshot_at\x18\t \x03(\x05\x42\x08\n\x06promptB\x15\n\x13_add_special_tokensB\r\n\x0b_cache_salt\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\":\n\rTokenLogprobs\x12)\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x18.jhybrid.v1.TokenLogprob\"\xed\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.jhybrid.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.jhybrid.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.jhybrid.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x08 \x01(\x05H\x00\x12\x15\n\x0bstop_string\x18\t \x01(\tH\x00\x12 \n\x05usage\x18\n \x01(\x0b\x32\x11.jhybrid.v1.Usage\x12\"\n\x06timing\x18\x0b \x01(\x0b\x32\x12.jhybrid.v1.TimingB\r\n\x0bstop_reason\"x\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x03\x12\x17\n\nmiss_cause\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_miss_cause\"\x87\x01\n\x06Timing\x12 \n\x13\x66irst_token_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\x12\x1a\n\rqueue_seconds\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\x16\n\x14_first_token_secondsB\x10\n\x0e_queue_seconds\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x15\n\x13GetModelInfoRequest\"\xbc\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x03\x12\x15\n\rmax_model_len\x18\x05 \x01(\x03\x12\x12\n\nnum_layers\x18\x06 \x01(\x03\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x03\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x0c\x62os_token_id\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\n \x03(\x05\x12\x16\n\x0e\x62ytes_per_slot\x18\x0b \x01(\x03\x12\x16\n\x0e\x62ytes_per_page\x18\x0c \x01(\x03\x12\x0f\n\x07version\x18\r \x01(\tB\x0f\n\r_bos_token_id\"\x12\n\x10GetStatusRequest\"A\n\x04Pool\x12\r\n\x05total\x18\x01 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x03\x12\x0c\n\x04used\x18\x03 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x03\"\xac\x03\n\x0bPrefixCache\x12\x0f\n\x07queries\x18\x01 \x01(\x03\x12\x0c\n\x04hits\x18\x02 \x01(\x03\x12\x14\n\x0cquery_tokens\x18\x03 \x01(\x03\x12\x12\n\nhit_tokens\x18\x04 \x01(\x03\x12\x33\n\x06misses\x18\x05 \x03(\x0b\x32#.jhybrid.v1.PrefixCache.MissesEntry\x12@\n\rmissed_tokens\x18\x06 \x03(\x0b\x32).jhybrid.v1.PrefixCache.MissedTokensEntry\x12\x17\n\x0fsnapshots_taken\x18\x07 \x01(\x03\x12\x19\n\x11snapshots_skipped\x18\x08 \x01(\x03\x12\x15\n\revicted_pages\x18\t \x01(\x03\x12\x19\n\x11\x65victed_snapshots\x18\n \x01(\x03\x12\x13\n\x0bquarantined\x18\x0b \x01(\x03\x1a-\n\x0bMissesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11MissedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xb3\x04\n\x11GetStatusResponse\x12\x0f\n\x07running\x18\x01 \x01(\x03\x12\x0f\n\x07waiting\x18\x02 \x01(\x03\x12\x1f\n\x05pages\x18\x03 \x01(\x0b\x32\x10.jhybrid.v1.Pool\x12$\n\x05slots\x18\x04 \x01(\x0b\x32\x10.jhybrid.v1.PoolH\x00\x88\x01\x01\x12(\n\tsnapshots\x18\x05 \x01(\x0b\x32\x10.jhybrid.v1.PoolH\x01\x88\x01\x01\x12\x44\n\x0cmemory_bytes\x18\x06 \x03(\x0b\x32..jhybrid.v1.GetStatusResponse.MemoryBytesEntry\x12 \n\x18\x63ompilations_after_ready\x18\x07 \x01(\x03\x12\x10\n\x08requests\x18\x08 \x01(\x03\x12\r\n\x05steps\x18\t \x01(\x03\x12\x15\n\rprompt_tokens\x18\n \x01(\x03\x12\x15\n\routput_tokens\x18\x0b \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x03\x12\x14\n\x0c\x66\x61iled_steps\x18\r \x01(\x03\x12\x18\n\x10\x66\x61iled_sequences\x18\x0e \x01(\x03\x12\x32\n\x0cprefix_cache\x18\x0f \x01(\x0b\x32\x17.jhybrid.v1.PrefixCacheH\x02\x88\x01\x01\x1a\x32\n\x10MemoryBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x08\n\x06_slotsB\x0c\n\n_snapshotsB\x0f\n\r_prefix_cache*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xbf\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.jhybrid.v1.GenerateRequest\x1a\x1c.jhybrid.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.jhybrid.v1.TokenizeRequest\x1a\x1c.jhybrid.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.jhybrid.v1.GetModelInfoRequest\x1a .jhybrid.v1.GetModelInfoResponse\x12H\n\tGetStatus\x12\x1c.jhybrid.v1.GetStatusRequest\x1a\x1d.jhybrid.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_PREFIXCACHE_MISSESENTRY']._loaded_options = None
+  _globals['_PREFIXCACHE_MISSESENTRY']._serialized_options = b'8\001'
+  _globals['_PREFIXCACHE_MISSEDTOKENSENTRY']._loaded_options = None
+  _globals['_PREFIXCACHE_MISSEDTOKENSENTRY']._serialized_options = b'8\001'
   _globals['_GETSTATUSRESPONSE_MEMORYBYTESENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_MEMORYBYTESENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2921
-  _globals['_FINISHREASON']._serialized_end=3016
+  _globals['_FINISHREASON']._serialized_start=3538
+  _globals['_FINISHREASON']._serialized_end=3633
   _globals['_TOKENIDS']._serialized_start=49
   _globals['_TOKENIDS']._serialized_end=72
   _globals['_SAMPLINGPARAMS']._serialized_start=75
@@ -44,33 +48,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=635
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=683
   _globals['_GENERATEREQUEST']._serialized_start=941
-  _globals['_GENERATEREQUEST']._serialized_end=1182
-  _globals['_TOKENLOGPROB']._serialized_start=1184
-  _globals['_TOKENLOGPROB']._serialized_end=1233
-  _globals['_TOKENLOGPROBS']._serialized_start=1235
-  _globals['_TOKENLOGPROBS']._serialized_end=1293
-  _globals['_GENERATERESPONSE']._serialized_start=1296
-  _globals['_GENERATERESPONSE']._serialized_end=1661
-  _globals['_USAGE']._serialized_start=1663
-  _globals['_USAGE']._serialized_end=1743
-  _globals['_TIMING']._serialized_start=1746
-  _globals['_TIMING']._serialized_end=1881
-  _globals['_TOKENIZEREQUEST']._serialized_start=1883
-  _globals['_TOKENIZEREQUEST']._serialized_end=1970
-  _globals['_TOKENIZERESPONSE']._serialized_start=1972
-  _globals['_TOKENIZERESPONSE']._serialized_end=2009
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2011
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2032
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2035
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2351
-  _globals['_GETSTATUSREQUEST']._serialized_start=2353
-  _globals['_GETSTATUSREQUEST']._serialized_end=2371
-  _globals['_POOL']._serialized_start=2373
-  _globals['_POOL']._serialized_end=2422
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2425
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2919
-  _globals['_GETSTATUSRESPONSE_MEMORYBYTESENTRY']._serialized_start=2845
-  _globals['_GETSTATUSRESPONSE_MEMORYBYTESENTRY']._serialized_end=2895
-  _globals['_INFERENCESERVICE']._serialized_start=3019
-  _globals['_INFERENCESERVICE']._serialized_end=3338
+  _globals['_GENERATEREQUEST']._serialized_end=1243
+  _globals['_TOKENLOGPROB']._serialized_start=1245
+  _globals['_TOKENLOGPROB']._serialized_end=1294
+  _globals['_TOKENLOGPROBS']._serialized_start=1296
+  _globals['_TOKENLOGPROBS']._serialized_end=1354
+  _globals['_GENERATERESPONSE']._serialized_start=1357
+  _globals['_GENERATERESPONSE']._serialized_end=1722
+  _globals['_USAGE']._serialized_start=1724
+  _globals['_USAGE']._serialized_end=1844
+  _globals['_TIMING']._serialized_start=1847
+  _globals['_TIMING']._serialized_end=1982
+  _globals['_TOKENIZEREQUEST']._serialized_start=1984
+  _globals['_TOKENIZEREQUEST']._serialized_end=2071
+  _globals['_TOKENIZERESPONSE']._serialized_start=2073
+  _globals['_TOKENIZERESPONSE']._serialized_end=2110
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2112
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2133
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2136
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2452
+  _globals['_GETSTATUSREQUEST']._serialized_start=2454
+  _globals['_GETSTATUSREQUEST']._serialized_end=2472
+  _globals['_POOL']._serialized_start=2474
+  _globals['_POOL']._serialized_end=2539
+  _globals['_PREFIXCACHE']._serialized_start=2542
+  _globals['_PREFIXCACHE']._serialized_end=2970
+  _globals['_PREFIXCACHE_MISSESENTRY']._serialized_start=2872
+  _globals['_PREFIXCACHE_MISSESENTRY']._serialized_end=2917
+  _globals['_PREFIXCACHE_MISSEDTOKENSENTRY']._serialized_start=2919
+  _globals['_PREFIXCACHE_MISSEDTOKENSENTRY']._serialized_end=2970
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2973
+  _globals['_GETSTATUSRESPONSE']._serialized_end=3536
+  _globals['_GETSTATUSRESPONSE_MEMORYBYTESENTRY']._serialized_start=3445
+  _globals['_GETSTATUSRESPONSE_MEMORYBYTESENTRY']._serialized_end=3495
+  _globals['_INFERENCESERVICE']._serialized_start=3636
+  _globals['_INFERENCESERVICE']._serialized_end=3955
 # @@protoc_insertion_point(module_scope)

@@ -74,7 +74,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., fill_context: bool = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "add_special_tokens", "sampling", "priority")
+    __slots__ = ("request_id", "model", "text", "token_ids", "add_special_tokens", "sampling", "priority", "cache_salt", "snapshot_at")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,8 @@ class GenerateRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_AT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -89,7 +91,9 @@ class GenerateRequest(_message.Message):
     add_special_tokens: bool
     sampling: SamplingParams
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., add_special_tokens: bool = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    snapshot_at: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., add_special_tokens: bool = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., snapshot_at: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -132,14 +136,16 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "miss_cause")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISS_CAUSE_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    miss_cause: str
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., miss_cause: _Optional[str] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("first_token_seconds", "total_seconds", "queue_seconds")
@@ -204,17 +210,59 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("total", "free", "used")
+    __slots__ = ("total", "free", "used", "cached")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     total: int
     free: int
     used: int
-    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ...) -> None: ...
+    cached: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
+
+class PrefixCache(_message.Message):
+    __slots__ = ("queries", "hits", "query_tokens", "hit_tokens", "misses", "missed_tokens", "snapshots_taken", "snapshots_skipped", "evicted_pages", "evicted_snapshots", "quarantined")
+    class MissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class MissedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    queries: int
+    hits: int
+    query_tokens: int
+    hit_tokens: int
+    misses: _containers.ScalarMap[str, int]
+    missed_tokens: _containers.ScalarMap[str, int]
+    snapshots_taken: int
+    snapshots_skipped: int
+    evicted_pages: int
+    evicted_snapshots: int
+    quarantined: int
+    def __init__(self, queries: _Optional[int] = ..., hits: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., missed_tokens: _Optional[_Mapping[str, int]] = ..., snapshots_taken: _Optional[int] = ..., snapshots_skipped: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("running", "waiting", "pages", "slots", "snapshots", "memory_bytes", "compilations_after_ready", "requests", "steps", "prompt_tokens", "output_tokens", "preemptions", "failed_steps", "failed_sequences")
+    __slots__ = ("running", "waiting", "pages", "slots", "snapshots", "memory_bytes", "compilations_after_ready", "requests", "steps", "prompt_tokens", "output_tokens", "preemptions", "failed_steps", "failed_sequences", "prefix_cache")
     class MemoryBytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +284,7 @@ class GetStatusResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     FAILED_STEPS_FIELD_NUMBER: _ClassVar[int]
     FAILED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pages: Pool
@@ -250,4 +299,5 @@ class GetStatusResponse(_message.Message):
     preemptions: int
     failed_steps: int
     failed_sequences: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[_Union[Pool, _Mapping]] = ..., slots: _Optional[_Union[Pool, _Mapping]] = ..., snapshots: _Optional[_Union[Pool, _Mapping]] = ..., memory_bytes: _Optional[_Mapping[str, int]] = ..., compilations_after_ready: _Optional[int] = ..., requests: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., failed_steps: _Optional[int] = ..., failed_sequences: _Optional[int] = ...) -> None: ...
+    prefix_cache: PrefixCache
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[_Union[Pool, _Mapping]] = ..., slots: _Optional[_Union[Pool, _Mapping]] = ..., snapshots: _Optional[_Union[Pool, _Mapping]] = ..., memory_bytes: _Optional[_Mapping[str, int]] = ..., compilations_after_ready: _Optional[int] = ..., requests: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., failed_steps: _Optional[int] = ..., failed_sequences: _Optional[int] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...

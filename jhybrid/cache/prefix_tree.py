@@ -1,0 +1,226 @@
+"""PrefixTree: which token prefixes the caches hold. A node is one page of tokens after those of its parent.
+
+A node has the page with the keys and values of its tokens, and, at some depths, a snapshot: a row with the recurrent
+state after its last token. The ledger alone calls it; nothing here knows of sequences. What the tree holds is
+immutable: a page gets into it when it is full, and nobody writes to it again.
+"""
+
+from collections.abc import Iterator
+
+from jhybrid.cache.eviction import Candidates, Policy
+from jhybrid.cache.node import Node, Salt
+
+
+class PrefixTree:
+    """Nodes by salt and tokens. Rows it gives up are returned by `evict_page` and `evict_snapshot`, or put in `freed`.
+
+    A sequence holds a reference on every node of its path, so a node without references has no descendant with any,
+    and everything idle can be evicted, leaf after leaf.
+    """
+
+    def __init__(self, policy: Policy):
+        """A model without attention has no pages; what holds its tree down is that nodes need a state to stay."""
+        self.policy = policy
+        self._has_pages = policy.cost.page_bytes > 0
+        self.roots: dict[Salt, Node] = {}
+        self.clock = 0  # of admissions; the unit of recency
+        self.num_nodes = 0
+        self.num_idle = 0  # nodes without references
+        self.num_snapshots = 0  # that nodes have
+        self.evicted_pages = 0
+        self.evicted_snapshots = 0
+        self.freed_pages: list[int] = []
+        self.freed_snapshots: list[int] = []
+        self._leaves = Candidates(1, policy.page_score, lambda node: node.alive and not node.refs and not node.children)
+        self._states = Candidates(
+            2, policy.snapshot_score, lambda node: node.alive and node.snapshot is not None and not node.readers
+        )
+
+    # reading
+
+    def walk(self, salt: Salt, keys: list[bytes]) -> Iterator[Node]:
+        """The nodes that match a sequence's pages, from the first on."""
+        node = self.roots.get(salt)
+        for key in keys:
+            node = None if node is None else node.children.get(key)
+            if node is None:
+                return
+            yield node
+
+    def touch(self, path: list[Node], source: Node | None) -> None:
+        """A sequence was admitted that uses these pages and this snapshot."""
+        self.clock += 1
+        for node in path:
+            node.used = self.clock
+        if source is not None:
+            source.state_used = self.clock
+            source.hits += 1
+
+    # references
+
+    def pin(self, path: list[Node]) -> None:
+        """One reference more on each node of a path."""
+        for node in path:
+            self.num_idle -= not node.refs
+            node.refs += 1
+
+    def unpin(self, node: Node | None) -> None:
+        """One reference less on a node and all its ancestors. What nobody can reach any more is freed."""
+        while node is not None and node.parent is not None:
+            node.refs -= 1
+            assert node.refs >= 0, f"a node at depth {node.depth} was released more often than pinned"
+            parent = node.parent
+            if not node.refs:
+                if node.alive:
+                    self.num_idle += 1
+                    self._leaves.push(node)
+                    self._prune(node)
+                else:
+                    self._free(node)
+            node = parent
+
+    def start_reading(self, node: Node) -> None:
+        """Keep a node's snapshot until the step that starts from it has landed."""
+        node.readers += 1
+
+    def stop_reading(self, node: Node) -> None:
+        """That step has landed, or will not come."""
+        node.readers -= 1
+        assert node.readers >= 0
+        if node.readers:
+            return
+        if node.alive:
+            self._states.push(node)
+        else:
+            self._drop_snapshot(node)
+
+    # growing
+
+    def extend(self, salt: Salt, parent: Node | None, key: bytes, page: int | None) -> tuple[Node, bool]:
+        """The child of a node (None: of the salt's root) with these tokens, with one reference more.
+
+        True if `page` now belongs to the tree; False if other sequences use the page that the tree has already.
+        """
+        if parent is None:
+            parent = self.roots.setdefault(salt, Node(None, b"", None, 0, salt))
+        child = parent.children.get(key)
+        if child is not None:
+            if not child.refs and page is not None:  # nobody uses its page: keep one of the two, not both
+                assert child.page is not None
+                self.freed_pages.append(child.page)
+                child.page = page
+            is_ours = not child.refs
+            self.pin([child])
+            return child, is_ours
+        child = Node(parent, key, page, parent.depth + 1)
+        child.alive = parent.alive
+        child.refs = 1
+        child.used = self.clock
+        if child.alive:
+            self.num_nodes += 1
+            parent.children[key] = child
+        return child, True
+
+    def attach(self, node: Node, row: int) -> bool:
+        """Give a node its snapshot. False, and nothing is taken, if it has one or is no longer part of the tree."""
+        if not node.alive or node.snapshot is not None:
+            return False
+        node.snapshot = row
+        self.num_snapshots += 1
+        node.had_snapshot = True
+        node.state_used = self.clock
+        self._states.push(node)
+        return True
+
+    # shrinking
+
+    def evict_page(self) -> bool:
+        """Free the least valuable idle leaf, its snapshot with it. False if nothing is idle."""
+        node = self._leaves.pop()
+        if node is None:
+            return False
+        assert node.parent is not None
+        parent = node.parent
+        self.evicted_pages += 1
+        self.evicted_snapshots += node.snapshot is not None
+        self._discard(node)
+        if parent.parent is not None and not parent.refs and not parent.children:
+            self._leaves.push(parent)
+        return True
+
+    def evict_snapshot(self) -> bool:
+        """Free the least valuable snapshot that nobody is about to read; its pages stay. False if there is none."""
+        node = self._states.pop()
+        if node is None:
+            return False
+        self.evicted_snapshots += 1
+        self._drop_snapshot(node)
+        self._prune(node)
+        return True
+
+    def supersede(self, node: Node) -> None:
+        """Later snapshots of the same sequence make this one useless, unless others have started from it."""
+        if node.alive and not node.readers and not node.hits and len(node.children) == 1:
+            node.had_snapshot = False
+            self._drop_snapshot(node)
+
+    def _prune(self, node: Node | None) -> None:
+        """Without pages, an idle node that no state follows is of no use."""
+        while not self._has_pages and node is not None and node.parent is not None:
+            if node.refs or node.children or node.snapshot is not None:
+                return
+            parent = node.parent
+            self._discard(node)
+            node = parent
+
+    def _discard(self, node: Node) -> None:
+        """Take an idle leaf out of the tree."""
+        self._cut(node)
+        self.num_nodes -= 1
+        self.num_idle -= 1
+        self._free(node)
+
+    def remove(self, node: Node) -> None:
+        """Take a node and all that follows it out of the tree. What sequences still use is freed when they end."""
+        self._cut(node)
+        doomed = [node]
+        while doomed:
+            node = doomed.pop()
+            doomed.extend(node.children.values())
+            node.children = {}
+            node.alive = False
+            self.num_nodes -= 1
+            if not node.refs:
+                self.num_idle -= 1
+                self._free(node)
+            elif not node.readers:
+                self._drop_snapshot(node)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for root in list(self.roots.values()):
+            for child in list(root.children.values()):
+                self.remove(child)
+
+    def _cut(self, node: Node) -> None:
+        assert node.parent is not None and node.parent.children.get(node.key) is node
+        del node.parent.children[node.key]
+        node.alive = False
+        root = node.parent
+        if root.parent is None and not root.children:
+            del self.roots[root.salt]
+            root.alive = False
+
+    def _free(self, node: Node) -> None:
+        """Nobody uses a node that is out of the tree."""
+        if node.page is not None:
+            self.freed_pages.append(node.page)
+            node.page = None
+        if not node.readers:
+            self._drop_snapshot(node)
+
+    def _drop_snapshot(self, node: Node) -> None:
+        if node.snapshot is not None:
+            self.freed_snapshots.append(node.snapshot)
+            self.num_snapshots -= 1
+            node.snapshot = None
