@@ -46,12 +46,13 @@ class Decoder(nn.Module):
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     residual_in_fp32: bool = False
+    norm_offset: float = 0.0
 
     def setup(self) -> None:
         config = self.config
         self.vocabulary = Vocabulary(config.vocab_size, config.hidden_size, config.tie_word_embeddings, self.dtype)
         self.layers = [self.layer(config, i, self.dtype) for i in range(config.num_layers)]
-        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype)
+        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, self.dtype, self.norm_offset)
 
     def __call__(self, token_ids: Tokens, cache: AnyCache, spans: Spans) -> tuple[Hidden, AnyCache]:
         """token_ids [T] -> hidden states after the final norm [T, M], and the cache after this step."""

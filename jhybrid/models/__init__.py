@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jhybrid.errors import ConfigError
-from jhybrid.models import bamba, falcon_h1, granite_hybrid, lfm2, llama, mamba2, nemotron_h
+from jhybrid.models import bamba, falcon_h1, granite_hybrid, lfm2, llama, mamba2, nemotron_h, qwen3_next
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
 from jhybrid.models.hf_config import load_json
 
@@ -28,11 +28,30 @@ _ALL = (
     Family("Lfm2ForCausalLM", "lfm2", lfm2.Lfm2Config, lfm2.decoder, lfm2.weight_names),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", lfm2.Lfm2MoeConfig, lfm2.decoder, lfm2.weight_names),
     Family("FalconH1ForCausalLM", "falcon_h1", falcon_h1.FalconH1Config, falcon_h1.decoder, falcon_h1.weight_names),
+    Family(
+        "Qwen3NextForCausalLM", "qwen3_next", qwen3_next.Qwen3NextConfig, qwen3_next.decoder, qwen3_next.weight_names
+    ),
+    Family(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        qwen3_next.Qwen35Config,
+        qwen3_next.decoder,
+        qwen3_next.weight_names,
+        also=("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    ),
+    Family(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        qwen3_next.Qwen35MoeConfig,
+        qwen3_next.decoder,
+        qwen3_next.weight_names,
+        also=("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    ),
     Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.decoder, llama.weight_names),
     Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.decoder, llama.weight_names),
 )
 
-FAMILIES: dict[str, Family] = {f.architecture: f for f in _ALL} | {f.model_type: f for f in _ALL}
+FAMILIES: dict[str, Family] = {name: f for f in _ALL for name in (f.architecture, f.model_type, *f.also)}
 """By architecture name ("NemotronHForCausalLM") and by model_type ("nemotron_h")."""
 
 
@@ -46,7 +65,7 @@ def family_of(raw: dict[str, Any]) -> Family:
         raise ConfigError("model_type", f"{model_type!r} is not implemented; supported: {known}")
     family = FAMILIES[model_type]
     for name in raw.get("architectures") or []:
-        if name != family.architecture:
+        if FAMILIES.get(name) is not family:
             raise ConfigError("architectures", f"{name!r} is not implemented; supported here: {family.architecture}")
     return family
 

@@ -52,6 +52,7 @@ class Family:
     config: Any  # the config class; `config.from_hf(raw)` reads it
     module: Callable[..., nn.Module]
     weight_names: Callable[[Any], list[TensorName]]
+    also: tuple[str, ...] = ()  # the architecture and model_type of the same model beside a vision tower
 
 
 def abstract_params(module: nn.Module) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from jhybrid.errors import ConfigError
 from jhybrid.layers.attention import AttentionSpec
+from jhybrid.layers.gated_delta import GatedDeltaSpec
 from jhybrid.layers.mamba2 import Mamba2Spec
 from jhybrid.layers.rope import Rope
 from jhybrid.models.hf_config import HfConfig
@@ -31,6 +32,21 @@ def read_mamba2(hf: HfConfig, hidden_size: int, eps: float, inner: tuple[str, in
         conv_bias=hf.flag("mamba_conv_bias"),
         proj_bias=hf.flag("mamba_proj_bias"),
         dt_limit=hf.dt_limit("time_step_limit"),
+    )
+
+
+def read_gated_delta(hf: HfConfig, hidden_size: int, eps: float) -> GatedDeltaSpec:
+    """From `linear_num_key_heads`, `linear_key_head_dim`, ... (Qwen3-Next, Qwen3.5, OLMo Hybrid)."""
+    k_heads = hf.integer("linear_num_key_heads")
+    hf.one_of("hidden_act", "silu")  # it is also the activation after the convolution
+    return GatedDeltaSpec(
+        hidden_size=hidden_size,
+        num_k_heads=k_heads,
+        num_v_heads=hf.multiple("linear_num_value_heads", of=("linear_num_key_heads", k_heads)),
+        k_dim=hf.integer("linear_key_head_dim"),
+        v_dim=hf.integer("linear_value_head_dim"),
+        conv_kernel=hf.integer("linear_conv_kernel_dim", least=2),
+        norm_eps=eps,
     )
 
 

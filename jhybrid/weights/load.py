@@ -27,7 +27,7 @@ from jhybrid.weights.safetensors import load_safetensors
 log = logging.getLogger("jhybrid")
 
 DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
-IGNORED = (r"(model\.)?mtp\..*", r".*rotary_emb\.inv_freq")
+IGNORED = (r"(model\.)?mtp\..*", r"model\.visual\..*", r".*rotary_emb\.inv_freq")
 UNLIMITED_MODEL_LEN = 32768  # for models that nothing limits, unless max_model_len says otherwise
 
 

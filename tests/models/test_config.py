@@ -33,6 +33,12 @@ NEEDED = {
     "max_position_embeddings num_attention_heads mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
     "mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate embedding_multiplier lm_head_multiplier "
     "key_multiplier attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier",
+    "qwen3_next": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act rope_parameters intermediate_size "
+    "max_position_embeddings num_attention_heads num_experts num_experts_per_tok moe_intermediate_size "
+    "shared_expert_intermediate_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+    "linear_value_head_dim linear_conv_kernel_dim",
+    "qwen3_5_text": "num_hidden_layers intermediate_size linear_num_key_heads",
+    "qwen3_5_moe_text": "num_hidden_layers num_experts shared_expert_intermediate_size",
     "llama": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
     "max_position_embeddings",
     "qwen3": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
@@ -41,6 +47,8 @@ NEEDED = {
 EXAMPLE = {model_type: model_type for model_type in NEEDED} | {
     "nemotron_h": "nemotron_h_moe",
     "granitemoehybrid": "granite_moe",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
 KIND_OF_ALL_LAYERS = {"mamba2": "mamba", "falcon_h1": "parallel", "llama": "attention", "qwen3": "attention"}
 
@@ -71,12 +79,16 @@ def test_parts_of_every_layer(name: str):
     model_type = raw_of(name)["model_type"]
     kinds = getattr(config, "layer_kinds", (KIND_OF_ALL_LAYERS.get(model_type),) * config.num_layers)
     names = {"mamba": ["conv", "ssm"], "attention": ["kv"], "conv": ["conv"], "mlp": [], "moe": []}
+    names["delta"] = ["conv", "delta"]
     names["parallel"] = names["mamba"] + names["attention"]
     assert [[p.name for p in layer] for layer in parts] == [names[kind] for kind in kinds]
     shapes = {p.name: (p.unit, p.shape, p.dtype) for layer in parts for p in layer}
     if "ssm" in shapes:
         assert shapes["ssm"] == ("slot", (16, 96), "float32")
         assert shapes["conv"] == ("slot", (4, 96 + 2 * 2 * 16), "bfloat16")
+    if name == "qwen3_next":
+        assert shapes["conv"] == ("slot", (4, 2 * 3 * 16 + 6 * 12), "bfloat16")
+        assert shapes["delta"] == ("slot", (6, 16, 12), "float32")
     if name == "lfm2":
         assert shapes["conv"] == ("slot", (3, 48), "bfloat16")
     if name == "qwen3":
@@ -126,6 +138,30 @@ def test_older_spellings_of_lfm2_agree():
     assert read(raw | {"block_auto_adjust_ff_dim": False}).intermediate_size == 130
 
 
+def test_spellings_of_qwen_agree():
+    raw = raw_of("qwen3_next")
+    config = read(raw)
+    old = raw | {"rope_theta": 30000.0, "rope_scaling": None, "partial_rotary_factor": 0.25, "rope_parameters": None}
+    assert read(old) == config
+    assert read(old | {"partial_rotary_factor": 0.5}) != config
+    by_interval = read(raw | {"layer_types": None, "full_attention_interval": 2})
+    assert by_interval.layer_kinds == ("delta", "attention", "delta", "attention", "delta")
+    assert read(raw | {"decoder_sparse_step": 2}).sparse_layers == (False, False, False, True, False)
+    assert read(raw).sparse_layers == (True, False, True, True, True)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen_beside_a_vision_tower(name: str):
+    raw = raw_of(name)
+    text = {key: value for key, value in raw.items() if key != "tie_word_embeddings"}
+    architecture = raw["architectures"][0].replace("CausalLM", "ConditionalGeneration")
+    whole = {"architectures": [architecture], "model_type": name, "text_config": text, "vision_config": {"depth": 2}}
+    assert read(whole | {"tie_word_embeddings": raw["tie_word_embeddings"]}) == read(raw)
+    del text["vocab_size"]
+    with pytest.raises(ConfigError, match=r"^text_config\.vocab_size: .*lacks this key"):
+        read(whole)
+
+
 @pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])
 def test_spellings_of_infinity(text: str):
     raw = json.loads(json.dumps(raw_of("mamba2")).replace('{"__float__": "Infinity"}', text))
@@ -165,6 +201,14 @@ REFUSED = [
     ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers: must be 5 numbers"),
     ("falcon_h1", {"mamba_d_ssm": 64}, "mamba_n_heads: 6 heads of mamba_d_head=16 are not mamba_d_ssm = 64"),
     ("falcon_h1", {"projectors_bias": True}, "projectors_bias: True is not implemented"),
+    ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types: names 1 layers, but num_hidden_layers is 5"),
+    (
+        "qwen3_next",
+        {"linear_num_value_heads": 4},
+        "linear_num_value_heads: 4 is not a multiple of linear_num_key_heads=3",
+    ),
+    ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob: False is not implemented"),
+    ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: False is not implemented"),
     ("mamba2", {"time_step_limit": [0.1, 0.01]}, r"time_step_limit: must be \[low, high\]"),
     ("llama", {"hidden_size": "48"}, "hidden_size: must be an integer, got '48'"),
     ("llama", {"num_key_value_heads": 4}, "num_attention_heads: 6 is not a multiple of num_key_value_heads=4"),

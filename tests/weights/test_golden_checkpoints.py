@@ -3,13 +3,15 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jhybrid.models import abstract_params, family_for, read_config
 from jhybrid.weights.export import export_huggingface
+from jhybrid.weights.load import IGNORED
 from jhybrid.weights.safetensors import load_safetensors
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -20,14 +22,37 @@ def test_the_goldens_are_there():
     assert len(MODELS) >= 10
 
 
+def load(directory: Path, model: str) -> dict:
+    config = read_config(GOLDEN / model)
+    family = family_for(config)
+    shapes = abstract_params(family.module(config, jnp.dtype("float32")))
+    return load_safetensors(directory, shapes, family.weight_names(config), ignored=IGNORED)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_round_trip_of_a_transformers_checkpoint(tmp_path, model):
     config = read_config(GOLDEN / model)
-    family = family_for(config)
-    names = family.weight_names(config)
-    params = load_safetensors(GOLDEN / model, abstract_params(family.module(config, jnp.dtype("float32"))), names)
+    names, params = family_for(config).weight_names(config), load(GOLDEN / model, model)
     export_huggingface(tmp_path, json.loads((GOLDEN / model / "config.json").read_text()), params, names)
     original, exported = (load_file(d / "model.safetensors") for d in (GOLDEN / model, tmp_path))
     assert exported.keys() == original.keys()
     for name, tensor in original.items():
         np.testing.assert_array_equal(exported[name], tensor, err_msg=name)
+
+
+def test_qwen_as_published(tmp_path):
+    """Under `model.language_model.`, beside a vision tower and a draft head, with all experts in one tensor."""
+    stored = load_file(GOLDEN / "qwen3_5_moe" / "model.safetensors")
+    published = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    for hub in sorted({name.split(".experts.")[0] for name in stored if ".experts." in name}):
+        one = {p: [stored[f"{hub}.experts.{e}.{p}_proj.weight"] for e in range(6)] for p in ("gate", "up", "down")}
+        gate_up = [np.concatenate(pair) for pair in zip(one["gate"], one["up"], strict=True)]
+        published |= {
+            f"{hub}.experts.gate_up_proj": np.stack(gate_up),
+            f"{hub}.experts.down_proj": np.stack(one["down"]),
+        }
+    published = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in published.items()}
+    published |= {"mtp.norm.weight": np.zeros(3, np.float32), "model.visual.pos_embed.weight": np.zeros(3, np.float32)}
+    save_file(published, tmp_path / "model.safetensors")
+    got, want = (load(directory, "qwen3_5_moe") for directory in (tmp_path, GOLDEN / "qwen3_5_moe"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
