@@ -447,11 +447,10 @@ def chunked(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
     cache = DynamicCache(config=model.config)
     start, rows = 0, []
     for length in CHUNKS:
-        rows.append(cached(model, prompt[start : start + length], cache, start)[-1])
+        rows.append(cached(model, prompt[start : start + length], cache, start))
         start += length
-    stacked = torch.stack(rows)
-    agree("chunked prefill", stacked, full(model, prompt)[np.cumsum(CHUNKS) - 1])
-    return stacked
+    agree("chunked prefill", torch.cat(rows), full(model, prompt)[: sum(CHUNKS)])
+    return torch.stack([chunk[-1] for chunk in rows])
 
 
 def agree(what: str, left: torch.Tensor, right: torch.Tensor) -> None:
