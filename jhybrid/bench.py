@@ -1,21 +1,18 @@
 """Bench: the engine's own throughput and latency, offline. Called by `jhybrid bench` and `benchmarks/`."""
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import jax
-import jaxlib.version
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine
+from jhybrid.machine import machine
 from jhybrid.request import Request, SamplingParams
 
 
@@ -93,31 +90,6 @@ def _summary(size: int, runs: list[tuple[float, float]]) -> dict[str, Any]:
         "step_ms": 1e3 * size / statistics.median(rates),
         "host_ms_per_step": statistics.median(hosts),
     }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = [line.split(":", 1) for line in file if ":" in line]
-    except OSError:
-        return platform.processor()
-    facts = {key.strip(): value.strip() for key, value in lines}
-    vector = [flag for flag in ("avx2", "avx512f", "amx_tile") if flag in facts.get("flags", "").split()]
-    return f"{facts.get('model name', platform.processor())} ({', '.join(vector)})"
 
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:

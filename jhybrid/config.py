@@ -55,7 +55,7 @@ class EngineConfig:
     base_seed: int = 0
     """Seed from which requests without a seed draw theirs."""
     compilation_cache_dir: str | None = None
-    """Directory of JAX's persistent compilation cache. None: $JHYBRID_CACHE_DIR or ~/.cache/jhybrid; "" for off."""
+    """Directory that keeps compiled executables. None: $JHYBRID_CACHE_DIR or ~/.cache/jhybrid; "" for off."""
     async_scheduling: bool = True
     """Plan step n+1 while step n runs on the device."""
 
@@ -118,6 +118,11 @@ class EngineConfig:
     def describe(self) -> dict[str, object]:
         """Every field with its value, for the log."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def compiler_flags() -> dict[str, str]:
+    """Environment variables that change what XLA makes of a program."""
+    return {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ}
 
 
 def _positive(name: str, value: object) -> None:

@@ -47,7 +47,6 @@ class Engine:
     def __init__(self, config: EngineConfig):
         started = time.perf_counter()
         log.info("configuration: %s", config.describe())
-        compilations.keep_in(config.compilation_cache())
         with compilations.starting():
             model = load_model(config)
             runner = make_runner(config, model)

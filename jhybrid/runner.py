@@ -1,6 +1,5 @@
 """Runner: the only holder of device arrays. One ahead-of-time executable per bucket; a missing bucket raises."""
 
-import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,8 @@ from jhybrid.batch import NO_TARGET, Batch, Bucket, Geometry, Layout, unpack
 from jhybrid.cache.arrays import MemoryPlan, abstract_cache, plan_memory, tree_bytes
 from jhybrid.cache.router import Cache, Router
 from jhybrid.errors import MissingBucketError
+from jhybrid.executables import Executables
 from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_logprobs
-
-log = logging.getLogger("jhybrid")
 
 PROMPT_LOGPROB_ROWS = 64  # rows of logits held at once while scoring a prompt
 
@@ -128,6 +126,7 @@ class Runner:
         num_pages: int | None,
         chunk_size: int,
         memory_fraction: float,
+        executables: Executables,
         prefix_caching: bool = False,
         snapshot_slots: int | None = None,
     ):
@@ -135,6 +134,7 @@ class Runner:
         self._sampler_shape = (max_num_seqs, vocab_size)
         self._page_size, self._table_width, self._chunk_size = page_size, pages_per_seq, chunk_size
         self.bucket_seconds: dict[Bucket, float] = {}
+        self._kept = executables
         self._executables: dict[Bucket, Any] = {}
         sampler = jax.eval_shape(partial(init_state, *self._sampler_shape))
         plan = partial(
@@ -156,7 +156,9 @@ class Runner:
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
             return zeros, init_state(*self._sampler_shape)
 
-        self._allocate = jax.jit(allocate).lower().compile()
+        self._allocate = executables.get(
+            "allocate", allocate, (), result=(abstract, sampler), facts=(jax.tree.leaves((abstract, sampler)),)
+        )
         self._set_row = self._compile_set_row(sampler)
         self.reset()
 
@@ -184,10 +186,15 @@ class Runner:
             jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
             jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
         )
-        function = jax.jit(partial(step, self.module, layout), donate_argnums=(1, 2))
-        self._executables[bucket] = function.lower(params, cache, sampler, *vectors).compile()
+        self._executables[bucket] = self._kept.get(
+            f"step {bucket}",
+            partial(step, self.module, layout),
+            (params, cache, sampler, *vectors),
+            donate=(1, 2),
+            result=(cache, sampler, StepOutput(*StepOutput._fields)),  # pyright: ignore[reportArgumentType]
+            facts=(type(self.module), self.module, layout, self.router.arrays),
+        )
         self.bucket_seconds[bucket] = time.perf_counter() - start
-        log.info("compiled %s in %.2f s", bucket, self.bucket_seconds[bucket])
 
     def _compile_set_row(self, sampler: SamplerState) -> Any:
         _, vocab_size = self._sampler_shape
@@ -197,7 +204,7 @@ class Runner:
             jax.ShapeDtypeStruct((vocab_size,), jnp.int32),
             jax.ShapeDtypeStruct((vocab_size,), jnp.float32),
         )
-        return jax.jit(set_row, donate_argnums=0).lower(*arguments).compile()
+        return self._kept.get("set_row", set_row, arguments, donate=(0,), result=sampler)
 
     def _scratch(self, bucket: Bucket) -> int:
         analysis = self._executables[bucket].memory_analysis()

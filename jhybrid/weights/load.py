@@ -18,6 +18,7 @@ from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.router import Part, Router
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
+from jhybrid.executables import Executables
 from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, read_config
 from jhybrid.runner import Runner
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
@@ -163,6 +164,7 @@ def make_runner(config: EngineConfig, model: Model) -> Runner:
         num_pages=config.num_pages,
         chunk_size=config.chunk_size,
         memory_fraction=config.memory_share(jax.default_backend()),
+        executables=Executables(config.compilation_cache()),
         prefix_caching=config.enable_prefix_caching,
         snapshot_slots=config.snapshot_slots,
     )
