@@ -23,6 +23,8 @@ MODELS = (
     "nemotron_h_moe",
     "llama",
     "lfm2",
+    "qwen3_5_moe",
+    pytest.param("qwen3_next", marks=pytest.mark.slow),
     pytest.param("falcon_h1", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
     pytest.param("mamba2", marks=pytest.mark.slow),
@@ -30,6 +32,8 @@ MODELS = (
 HYBRIDS = (
     "nemotron_h_moe",
     "lfm2",
+    "qwen3_5_moe",
+    pytest.param("qwen3_next", marks=pytest.mark.slow),
     pytest.param("falcon_h1", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
 )
