@@ -91,7 +91,8 @@ def plan_memory(
     if router.has_pages:
         fits = max(0, left // router.bytes_per_page - 1)
         useful = max_num_seqs * pages_per_seq * (2 if prefix_caching else 1)
-        pages = num_pages if num_pages is not None else min(fits, useful)
+        steady = max(_steady(fits), min(fits, pages_per_seq))
+        pages = num_pages if num_pages is not None else min(steady, useful)
         if pages > fits:
             raise OutOfMemoryError(
                 f"num_pages={pages} needs {(pages + 1) * router.bytes_per_page} B, {left} B are left for pages; "
@@ -119,7 +120,7 @@ def plan_memory(
 
 def _plan_snapshots(asked: int | None, max_num_seqs: int, left: int, size: int) -> int:
     if asked is None:
-        count = min(4 * max_num_seqs + 16, left // 4 // size)
+        count = min(4 * max_num_seqs + 16, _steady(left // 4 // size))
         if count:
             return count
         asked = 1
@@ -129,6 +130,13 @@ def _plan_snapshots(asked: int | None, max_num_seqs: int, left: int, size: int) 
             f"use snapshot_slots of at most {left // size}, a lower max_num_seqs, or no prefix caching"
         )
     return asked
+
+
+def _steady(count: int) -> int:
+    """`count` rounded down to four binary digits, so that the next start, with a little more or less memory free,
+    wants the same shapes and finds them compiled."""
+    unit = 1 << max(0, count.bit_length() - 4)
+    return count // unit * unit
 
 
 def tree_bytes(tree: object) -> int:

@@ -83,6 +83,19 @@ def test_slots_come_first_and_pages_take_the_rest():
     assert plan_memory(router, available=10**9, **PLAN).num_pages == 12  # what all sequences can need, no more
 
 
+def test_a_little_more_or_less_memory_gives_the_same_pages():
+    """Else the next start would find nothing compiled. What is given up for that is less than an eighth."""
+    router = Router(LAYERS)
+
+    def pages(fits: int, per_seq: int = 3000) -> int:
+        available = 130 + 4 * router.bytes_per_slot + (fits + 1) * router.bytes_per_page
+        return plan_memory(router, available=available, **PLAN | {"pages_per_seq": per_seq}).num_pages
+
+    assert {pages(fits) for fits in range(3584, 3840)} == {3584}
+    assert all(7 / 8 * fits < pages(fits) <= fits for fits in range(3000, 6000))
+    assert pages(3001, 3001) == 3001  # room for one sequence is not given up for it
+
+
 @pytest.mark.parametrize(
     ("changes", "available", "message"),
     [
