@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jhybrid.errors import ConfigError
-from jhybrid.models import bamba, falcon_h1, granite_hybrid, lfm2, llama, mamba2, nemotron_h, qwen3_next
+from jhybrid.models import bamba, falcon_h1, granite_hybrid, kimi_linear, lfm2, llama, mamba2, nemotron_h, qwen3_next
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
 from jhybrid.models.hf_config import load_json
 
@@ -46,6 +46,13 @@ _ALL = (
         qwen3_next.decoder,
         qwen3_next.weight_names,
         also=("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    ),
+    Family(
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        kimi_linear.KimiLinearConfig,
+        kimi_linear.decoder,
+        kimi_linear.weight_names,
     ),
     Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.decoder, llama.weight_names),
     Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.decoder, llama.weight_names),

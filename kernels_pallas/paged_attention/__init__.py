@@ -17,7 +17,7 @@ IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_atte
 def paged_attention(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     pages: Array | None,
     spans: Spans,
     *,
@@ -31,8 +31,9 @@ def paged_attention(
 
     Args:
       q: [T, Hq, Dh]; query head h reads key/value head h // (Hq // Hkv). Positions are applied already.
-      k, v: [T, Hkv, Dh], this step's tokens.
-      pages: [R, page, 2*Hkv, Dh], key of head h at row 2h of a token, value at 2h+1; None if `spans` is dense.
+      k, v: [T, Hkv, Dh], this step's tokens; v None: the values are the keys, and are kept once.
+      pages: [R, page, 2*Hkv, Dh], key of head h at row 2h of a token, value at 2h+1, or [R, page, Hkv, Dh] without v;
+        None if `spans` is dense.
         dtype uint16 means the bits of bfloat16: what a bfloat16 cache must be on CPU (see `words.py`).
       scale: factor of the scores.
       sliding_window: attend to the last so many positions only, the token's own included.

@@ -10,7 +10,7 @@ from kernels_pallas.spans import Spans
 def paged_attention(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     pages: Array | None,
     spans: Spans,
     *,
@@ -30,7 +30,8 @@ def paged_attention(
         page_size = pages.shape[1]
 
         def append(t: Array, pages: Array) -> Array:
-            new = jnp.stack([k[t], v[t]], axis=1).reshape(pages.shape[2:])  # [2 Hkv, Dh]: K, V of head 0, then of 1
+            parts = [k[t]] if v is None else [k[t], v[t]]
+            new = jnp.stack(parts, axis=1).reshape(pages.shape[2:])  # [2 Hkv, Dh]: K, V of head 0, then of 1
             place = row(t, position[t] // page_size), position[t] % page_size
             return pages.at[place].set(to_words(new, pages.dtype))
 
@@ -40,11 +41,11 @@ def paged_attention(
         if pages is None:
             at = jnp.arange(tokens // spans.num_seqs)
             start = spans.query_start[spans.token_seq[t]]
-            keys, values = k[start + at].astype(jnp.float32), v[start + at].astype(jnp.float32)
+            keys, values = (a[start + at].astype(jnp.float32) for a in (k, k if v is None else v))
         else:
             at = jnp.arange(spans.page_table.shape[1] * pages.shape[1])
             held = from_words(pages[row(t, at // pages.shape[1]), at % pages.shape[1]])
-            keys, values = held[:, 0::2], held[:, 1::2]  # [context, Hkv, Dh]
+            keys, values = (held, held) if v is None else (held[:, 0::2], held[:, 1::2])  # [context, Hkv, Dh]
         seen = (at <= position[t]) & valid[t]
         if sliding_window is not None:
             seen &= at > position[t] - sliding_window

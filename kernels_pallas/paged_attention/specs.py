@@ -25,6 +25,7 @@ def _paged(
     free_pages: int = 3,
     dtype: str = "float32",
     atol: float = 1e-5,
+    values: bool = True,
     **options: Any,
 ) -> Spec:
     """Sequences of `first[i]` cached tokens and `lens[i]` new ones, on shuffled pages of one of `layers` layers.
@@ -41,13 +42,14 @@ def _paged(
         rng = np.random.default_rng(seed)
         base = layer * (num_pages + 1)
         order = list(rng.permutation(num_pages))
-        pages = np.full((layers * (num_pages + 1), page, 2 * kv_heads, dim), np.nan, np.float32)
+        held = (2 if values else 1) * kv_heads
+        pages = np.full((layers * (num_pages + 1), page, held, dim), np.nan, np.float32)
         table = []
         for cached, count in zip(first, needed, strict=True):
             table.append([int(order.pop()) for _ in range(count)])
             seen_from = max(0, cached + 1 - options.get("sliding_window", cached + 1))
             for at in range(seen_from, cached):
-                pages[base + table[-1][at // page], at % page] = rng.standard_normal((2 * kv_heads, dim))
+                pages[base + table[-1][at // page], at % page] = rng.standard_normal((held, dim))
         spans = make_spans(
             lens,
             first,
@@ -66,8 +68,8 @@ def _paged(
         q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
         for x in (q, k, v):
             x[sum(lens) :] = np.nan
-        arrays = [jnp.asarray(x, dtype) for x in (q, k, v, pages)]
-        return (*arrays, spans), {"scale": dim**-0.5, "base": base, **options}
+        q, k, v, pages = (jnp.asarray(x, dtype) for x in (q, k, v, pages))
+        return (q, k, v if values else None, pages, spans), {"scale": dim**-0.5, "base": base, **options}
 
     return Spec(name, build, atol, rows=num_pages + 1)
 
@@ -113,6 +115,9 @@ SPECS = [
     _paged("decode_one", [1], [127], kind="decode", page=32, heads=(12, 4, 64)),
     _paged("decode_window_cap", [1] * 3, [300, 128, 2], kind="decode", page=16, sliding_window=20, soft_cap=4.0),
     _paged("decode_bfloat16", [1] * 3, [20, 47, 0], kind="decode", page=16, dtype="bfloat16", atol=3e-2),
+    _paged("values_are_keys", [1, 13, 1, 20], [7, 0, 30, 6], heads=(4, 1, 12), values=False, layers=2, layer=1),
+    _paged("values_are_keys_two_heads", [9, 3], [0, 5], values=False, num_tokens=16, num_seqs=3),
+    _paged("decode_values_are_keys", [1] * 3, [300, 0, 2], kind="decode", page=16, heads=(4, 1, 12), values=False),
     _dense("dense", 3, 17, (6, 2, 8)),
     _dense("dense_window_cap", 2, 20, (4, 4, 8), sliding_window=6, soft_cap=2.0),
 ]

@@ -35,7 +35,7 @@ class Rule:
 def paged_attention(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     pages: Array | None,
     spans: Spans,
     *,
@@ -47,7 +47,7 @@ def paged_attention(
     """See the package. Work and reads follow the true context lengths; the cache is updated in place if donated."""
     rule = Rule(scale, sliding_window, soft_cap)
     if pages is None:
-        return _whole_sequences(q, k, v, spans.num_seqs, rule), None
+        return _whole_sequences(q, k, k if v is None else v, spans.num_seqs, rule), None
     pages = _append(k, v, pages, spans, base)
     queries = q.astype(jnp.float32)
     o = jnp.zeros_like(queries)
@@ -58,7 +58,8 @@ def paged_attention(
         most = min(spans.chunk_size, q.shape[0])
         tiles = sorted({min(FEW_TOKENS, most), most})
     for longer_than, tile in zip([0, *tiles], tiles, strict=False):
-        o = _attend_chunks(queries, pages, spans, base, rule, o, tile=tile, longer_than=longer_than)
+        sizes = {"kv_heads": k.shape[1], "tile": tile, "longer_than": longer_than}
+        o = _attend_chunks(queries, pages, spans, base, rule, o, **sizes)
     return o.astype(q.dtype), pages
 
 
@@ -75,15 +76,15 @@ def _whole_sequences(q: Array, k: Array, v: Array, num_seqs: int, rule: Rule) ->
     return jnp.einsum("shgqk,skhd->sqhgd", weights, values).reshape(q.shape).astype(q.dtype)
 
 
-def _append(k: Array, v: Array, pages: Array, spans: Spans, base: int | Array) -> Array:
+def _append(k: Array, v: Array | None, pages: Array, spans: Spans, base: int | Array) -> Array:
     """Pages with this step's keys and values; padding is written nowhere.
 
     In place if `pages` is donated and nothing else reads it later: so the keys of the next layer that shares the
     array must follow from this layer's output, as they do in a model.
     """
     page_size = pages.shape[1]
-    tokens, kv_heads, dim = k.shape
-    new = to_words(jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, dim), pages.dtype)
+    parts = [k] if v is None else [k, v]
+    new = to_words(jnp.stack(parts, axis=2).reshape(-1, len(parts) * k.shape[1], k.shape[2]), pages.dtype)
     position = spans.positions()
     row = base + spans.page_table[spans.token_seq, position // page_size]
     row = jnp.where(spans.token_valid(), row, pages.shape[0])  # out of range: dropped
@@ -91,7 +92,16 @@ def _append(k: Array, v: Array, pages: Array, spans: Spans, base: int | Array) -
 
 
 def _attend_chunks(
-    q: Array, pages: Array, spans: Spans, base: int | Array, rule: Rule, o: Array, *, tile: int, longer_than: int
+    q: Array,
+    pages: Array,
+    spans: Spans,
+    base: int | Array,
+    rule: Rule,
+    o: Array,
+    *,
+    kv_heads: int,
+    tile: int,
+    longer_than: int,
 ) -> Array:
     """`o` [T, Hq, Dh] with the rows of every chunk of `longer_than < tokens <= tile` filled in."""
     tokens = q.shape[0]
@@ -110,7 +120,7 @@ def _attend_chunks(
         start, seq = spans.chunk_start[chunk], spans.chunk_seq[chunk]
         first = spans.first_pos[seq] + start - spans.query_start[seq]
         rows = lax.dynamic_slice_in_dim(q, start, tile)
-        got = _attend_tile(rows, pages, table[seq] + base, first, spans.chunk_len[chunk], rule)
+        got = _attend_tile(rows, pages, table[seq] + base, first, spans.chunk_len[chunk], rule, kv_heads)
         old = lax.dynamic_slice_in_dim(o, start, tile)
         mine = jnp.arange(tile) < spans.chunk_len[chunk]
         new = jnp.where(mine[:, None, None], got, old)
@@ -126,14 +136,14 @@ def _whole_blocks(table: Array, page_size: int) -> Array:
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % per_block)))
 
 
-def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array, rule: Rule) -> Array:
+def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array, rule: Rule, kv_heads: int) -> Array:
     """Attention of one chunk: q [tile, Hq, Dh] float32 at positions `first...`, of which `count` are real.
 
     `rows` [W'] are the rows of the sequence's pages. Online softmax over blocks of pages, from the first that
     any of the tokens sees to the last.
     """
     tile, heads, dim = q.shape
-    page_size, kv_heads = pages.shape[1], pages.shape[2] // 2
+    page_size, held_per_head = pages.shape[1], pages.shape[2] // kv_heads  # key and value, or one for both
     per_block = min(max(1, BLOCK_TOKENS // page_size), rows.shape[0])
     block = per_block * page_size
     group = heads // kv_heads
@@ -148,8 +158,9 @@ def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array
         # Tied to the loop's index, lest XLA convert the whole cache to float32 ahead of the loop.
         cache, i = lax.optimization_barrier((pages, i))
         held = cache.at[lax.dynamic_slice_in_dim(rows, i * per_block, per_block)].get(mode="promise_in_bounds")
-        # [2, Hkv, block, Dh]: copied once head by head, which on CPU is quicker than products over strided heads
-        keys, values = from_words(held).reshape(block, kv_heads, 2, dim).transpose(2, 1, 0, 3)
+        # [1 or 2, Hkv, block, Dh]: copied once head by head, on CPU quicker than products over strided heads
+        held = from_words(held).reshape(block, kv_heads, held_per_head, dim).transpose(2, 1, 0, 3)
+        keys, values = held[0], held[-1]
         at = i * block + jnp.arange(block, dtype=jnp.int32)
         # Rows that no token of the chunk sees may be NaN, and 0 * NaN is NaN.
         read = at <= last

@@ -39,6 +39,10 @@ NEEDED = {
     "linear_value_head_dim linear_conv_kernel_dim",
     "qwen3_5_text": "num_hidden_layers intermediate_size linear_num_key_heads",
     "qwen3_5_moe_text": "num_hidden_layers num_experts shared_expert_intermediate_size",
+    "kimi_linear": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size "
+    "model_max_length linear_num_heads linear_head_dim linear_conv_kernel_dim num_attention_heads kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts num_experts_per_token moe_intermediate_size "
+    "num_shared_experts moe_renormalize routed_scaling_factor",
     "llama": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
     "max_position_embeddings",
     "qwen3": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
@@ -89,6 +93,8 @@ def test_parts_of_every_layer(name: str):
     if name == "qwen3_next":
         assert shapes["conv"] == ("slot", (4, 2 * 3 * 16 + 6 * 12), "bfloat16")
         assert shapes["delta"] == ("slot", (6, 16, 12), "float32")
+    if name == "kimi_linear":
+        assert shapes["kv"] == ("page", (8, 1, 20 + 4), "bfloat16")
     if name == "lfm2":
         assert shapes["conv"] == ("slot", (3, 48), "bfloat16")
     if name == "qwen3":
@@ -162,6 +168,23 @@ def test_qwen_beside_a_vision_tower(name: str):
         read(whole)
 
 
+def test_kimi_as_published():
+    """Layers counted from 1, sizes of the recurrent layers in a section, the first layers without experts."""
+    raw = raw_of("kimi_linear")
+    published = {k: v for k, v in raw.items() if not k.startswith("linear_") and not k.endswith("layer_types")}
+    section = {"full_attn_layers": [2], "kda_layers": [1, 3, 4], "head_dim": 16, "num_heads": 3}
+    published |= {"linear_attn_config": section | {"short_conv_kernel_size": 4}, "first_k_dense_replace": 1}
+    assert read(published) == read(raw)
+    assert read(raw).layer_kinds == ("delta", "attention", "delta", "delta")
+    assert read(raw).sparse_layers == (False, True, True, True)
+    for broken in ({"kda_layers": [0, 2, 3]}, {"kda_layers": [1, 3]}, {"full_attn_layers": [2, 4]}):
+        with pytest.raises(ConfigError, match=r"^linear_attn_config.kda_layers: .*each of the layers 1 to 4 once"):
+            read(published | {"linear_attn_config": section | broken})
+    del published["first_k_dense_replace"]
+    with pytest.raises(ConfigError, match=r"^first_k_dense_replace: .*lacks this key"):
+        read(published)
+
+
 @pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])
 def test_spellings_of_infinity(text: str):
     raw = json.loads(json.dumps(raw_of("mamba2")).replace('{"__float__": "Infinity"}', text))
@@ -209,6 +232,11 @@ REFUSED = [
     ),
     ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob: False is not implemented"),
     ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: False is not implemented"),
+    ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank: 8 is not implemented"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not implemented"),
+    ("kimi_linear", {"mlp_layer_types": ["dense"] * 3 + ["none"]}, "mlp_layer_types: must be `dense` or `sparse`"),
+    ("kimi_linear", {"num_experts_per_token": 5}, "num_experts_per_token: must be between 1 and 4"),
+    ("kimi_linear", {"num_expert_group": 8}, "num_expert_group: 8 groups of 8 experts"),
     ("mamba2", {"time_step_limit": [0.1, 0.01]}, r"time_step_limit: must be \[low, high\]"),
     ("llama", {"hidden_size": "48"}, "hidden_size: must be an integer, got '48'"),
     ("llama", {"num_key_value_heads": 4}, "num_attention_heads: 6 is not a multiple of num_key_value_heads=4"),

@@ -61,7 +61,7 @@ def test_changed_first_token_reaches_the_last(golden: Golden):
 
 
 @pytest.mark.parametrize(
-    "loaded", ["nemotron_h_moe", "granite_rope", "qwen3", "lfm2_moe", "falcon_h1_norm"], indirect=True
+    "loaded", ["nemotron_h_moe", "granite_rope", "qwen3", "lfm2_moe", "falcon_h1_norm", "qwen3_next"], indirect=True
 )
 def test_dense_without_cache(golden: Golden):
     changed = [golden.prompt[0] ^ 1, *golden.prompt[1:]]
@@ -135,7 +135,7 @@ def test_nan_in_padding_tokens_stays_there(golden: Golden):
     near(logits[-1, 1:], golden.numbers["decode_logits"][1, 1:])
 
 
-@pytest.mark.parametrize("loaded", ["nemotron_h_latent"], indirect=True)
+@pytest.mark.parametrize("loaded", ["nemotron_h_latent", "kimi_linear"], indirect=True)
 def test_gradients_reach_every_parameter(golden: Golden):
     """Dense steps train: finite gradients, none zero but that of the bias that only sways the choice of experts."""
     stepper = golden.stepper

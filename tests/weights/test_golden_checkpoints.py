@@ -56,3 +56,13 @@ def test_qwen_as_published(tmp_path):
     save_file(published, tmp_path / "model.safetensors")
     got, want = (load(directory, "qwen3_5_moe") for directory in (tmp_path, GOLDEN / "qwen3_5_moe"))
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_kimi_as_published(tmp_path):
+    """The MLP of a layer without experts has a name of its own."""
+    stored = load_file(GOLDEN / "kimi_linear" / "model.safetensors")
+    published = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): tensor for name, tensor in stored.items()}
+    assert published.keys() != stored.keys()
+    save_file(published, tmp_path / "model.safetensors")
+    got, want = (load(directory, "kimi_linear") for directory in (tmp_path, GOLDEN / "kimi_linear"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)

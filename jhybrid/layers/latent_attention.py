@@ -1,0 +1,101 @@
+"""LatentAttention: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), without positions.
+
+Keys and values of all heads follow from one latent vector per token, which alone is kept in the cache. Its
+projections are not applied to the cache but moved to the other side of the products (section 2.1.2): each head's
+query is taken into the latent space, where all heads share one key, which is also the value, and what a head reads
+there is projected after.
+"""
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from jhybrid.cache.router import AnyCache, Part
+from jhybrid.layers.linear import INIT_STD, Linear
+from jhybrid.layers.norm import RMSNorm
+from jhybrid.layers.parameter import parameter
+from jhybrid.weights.names import TensorName
+from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.spans import Spans
+
+LATENT_EPS = 1e-6  # of the latent's norm; no config has it
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Sizes of the mixer; all its layers in a model share one."""
+
+    hidden_size: int  # M
+    num_heads: int  # Hq
+    latent_size: int  # L
+    own_key_dim: int  # of a head's key that follows from the latent
+    shared_key_dim: int  # of the key that all heads share
+    value_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a head's query."""
+        return self.own_key_dim + self.shared_key_dim
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows of each part of `in_proj`, in order."""
+        return {"q": self.num_heads * self.key_dim, "latent": self.latent_size + self.shared_key_dim}
+
+    def parts(self, page_size: int, kv_dtype: str) -> tuple[Part, ...]:
+        """What one layer keeps per page: the latent and the shared key of each token, one row for all heads."""
+        return (Part("kv", "page", (page_size, 1, self.latent_size + self.shared_key_dim), kv_dtype),)
+
+
+class LatentAttention(nn.Module):
+    """Parameters: `in_proj` (rows queries | latent | shared key), `latent_norm` [L], `kv_proj` (rows of each head:
+    its key, its value) [Hq (own key + value), L], and `o_proj` [M, Hq value]. Cache part: `kv`.
+    """
+
+    spec: LatentAttentionSpec
+    layer_id: int
+    dtype: jnp.dtype
+    out_std: float = INIT_STD
+
+    @nn.compact
+    def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
+        """x [T, M] -> [T, M]."""
+        spec, sizes = self.spec, self.spec.sizes
+        projected = Linear(sum(sizes.values()), spec.hidden_size, self.dtype, name="in_proj")(x)
+        q, latent, shared = jnp.split(projected, [sizes["q"], sizes["q"] + spec.latent_size], axis=1)
+        latent = RMSNorm(spec.latent_size, LATENT_EPS, self.dtype, name="latent_norm")(latent)
+        kept = jnp.concatenate([latent, shared], axis=1)[:, None]  # [T, 1, L + shared]
+        to_key, to_value = self._head_projections()
+        q, q_shared = jnp.split(q.reshape(-1, spec.num_heads, spec.key_dim), [spec.own_key_dim], axis=2)
+        q = jnp.einsum("thk,hkl->thl", q, to_key, preferred_element_type=jnp.float32)
+        q = jnp.concatenate([q, q_shared.astype(jnp.float32)], axis=2)  # [T, Hq, L + shared]
+        pages, base = cache.open(self.layer_id, "kv")
+        read, pages = paged_attention(q, kept, None, pages, spans, scale=spec.key_dim**-0.5, base=base)
+        cache = cache.put(self.layer_id, "kv", pages)
+        read = read[..., : spec.latent_size].astype(self.dtype)
+        o = jnp.einsum("thl,hvl->thv", read, to_value)  # [T, Hq, value]
+        width = spec.num_heads * spec.value_dim
+        out = Linear(spec.hidden_size, width, self.dtype, init_std=self.out_std, name="o_proj")
+        return out(o.reshape(-1, width)), cache
+
+    def _head_projections(self) -> tuple[Array, Array]:
+        """From the latent to each head's key [Hq, own key, L], and to its value [Hq, value, L]."""
+        spec = self.spec
+        shape = (spec.num_heads * (spec.own_key_dim + spec.value_dim), spec.latent_size)
+        weight = parameter(self, "kv_proj", nn.initializers.normal(INIT_STD), shape, self.dtype)
+        by_head = weight.reshape(spec.num_heads, -1, spec.latent_size)
+        return by_head[:, : spec.own_key_dim], by_head[:, spec.own_key_dim :]
+
+
+def latent_attention_names(hub: str, path: tuple[str, ...], spec: LatentAttentionSpec) -> list[TensorName]:
+    """Tensors of one mixer; `hub` is its prefix in checkpoints."""
+    queries, width = spec.sizes["q"], sum(spec.sizes.values())
+    return [
+        TensorName((f"{hub}.q_proj.weight",), (*path, "in_proj", "weight"), rows=(0, queries)),
+        TensorName((f"{hub}.kv_a_proj_with_mqa.weight",), (*path, "in_proj", "weight"), rows=(queries, width)),
+        TensorName((f"{hub}.kv_a_layernorm.weight",), (*path, "latent_norm", "weight")),
+        TensorName((f"{hub}.kv_b_proj.weight",), (*path, "kv_proj")),
+        TensorName((f"{hub}.o_proj.weight",), (*path, "o_proj", "weight")),
+    ]
