@@ -18,6 +18,7 @@ def machine() -> dict[str, Any]:
         "platform": device.platform,
         "cpu": f"{name} ({', '.join(vector)})",
         "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],  # of the last minute: above the number of cores, others were at work too
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
