@@ -11,6 +11,7 @@ import pytest
 
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.gated_delta import gated_delta
+from kernels_pallas.selective_scan import selective_scan
 from kernels_pallas.spans import Kind, make_spans
 from kernels_pallas.ssd import ssd
 
@@ -77,6 +78,22 @@ def test_gated_delta(kind: Kind, seqs: int, by_channel: bool) -> None:
     g = jnp.zeros((T, H, N) if by_channel else (T, H))
     state = jnp.zeros((LAYERS * ROWS, H, N, P))
     assert _whole_array_copies(layers, state, jnp.ones((T, 2, N)), jnp.ones((T, H, P)), g, spans) == 0
+
+
+@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("kind", ["decode", "ragged"])
+def test_selective_scan(kind: Kind, seqs: int) -> None:
+    spans = _spans(kind, seqs)
+    T = spans.token_seq.shape[0]
+
+    def layers(state, x, dt, B, spans):
+        for layer in range(LAYERS):
+            A = -jnp.ones((D, N))
+            x, state = selective_scan(x, dt, A, B, B, jnp.ones(D), state, spans, base=layer * ROWS)
+        return state, x
+
+    state = jnp.zeros((LAYERS * ROWS, N, D))
+    assert _whole_array_copies(layers, state, jnp.ones((T, D)), jnp.ones((T, D)), jnp.ones((T, N)), spans) == 0
 
 
 def test_the_probe_sees_a_copy() -> None:
