@@ -28,17 +28,23 @@ class ExpertsSpec:
 
 
 class SoftmaxRouter(nn.Module):
-    """The k largest logits, weighted by their softmax among themselves. Parameter: `weight` [E, M] float32."""
+    """The k largest logits, weighted by their softmax among themselves, or among all unless `normalise`.
+
+    Parameter: `weight` [E, M] float32.
+    """
 
     num_experts: int
     top_k: int
     hidden_size: int
+    normalise: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """x [T, M] -> experts [T, k] int32, weights [T, k] float32."""
         logits = _router_logits(self, x, self.num_experts, self.hidden_size)
         top, experts = jax.lax.top_k(logits, self.top_k)
+        if not self.normalise:
+            return experts, jnp.exp(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
         return experts, jax.nn.softmax(top, axis=-1)
 
 

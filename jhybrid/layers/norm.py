@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         """x [..., size] -> [..., size]."""
         init = nn.initializers.constant(1.0 - self.offset)
         weight = parameter(self, "weight", init, (self.size,), jnp.float32) + self.offset
-        return (_normalised(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
+        return (normalised(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -46,7 +46,7 @@ class GatedRMSNorm(nn.Module):
         if not self.norm_before_gate:
             y = gated(y, gate, self.activation)
         parts = y.reshape(*y.shape[:-1], self.groups, self.size // self.groups)
-        y = _normalised(parts, self.eps).reshape(y.shape) * weight
+        y = normalised(parts, self.eps).reshape(y.shape) * weight
         if self.norm_before_gate:
             y = gated(y, gate, self.activation)
         return y.astype(self.dtype)
@@ -57,5 +57,6 @@ def gated(y: Array, gate: Array, activation: str = "silu") -> Array:
     return y.astype(jnp.float32) * ACTIVATIONS[activation](gate.astype(jnp.float32))
 
 
-def _normalised(x: Array, eps: float) -> Array:
+def normalised(x: Array, eps: float) -> Array:
+    """x / rms(x) over the last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -4,7 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from jhybrid.errors import ConfigError
-from jhybrid.models import bamba, falcon_h1, granite_hybrid, kimi_linear, lfm2, llama, mamba2, nemotron_h, qwen3_next
+from jhybrid.models import (
+    bamba,
+    falcon_h1,
+    granite_hybrid,
+    jamba,
+    kimi_linear,
+    lfm2,
+    llama,
+    mamba,
+    nemotron_h,
+    qwen3_next,
+)
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
 from jhybrid.models.hf_config import load_json
 
@@ -24,7 +35,10 @@ _ALL = (
         granite_hybrid.weight_names,
     ),
     Family("BambaForCausalLM", "bamba", bamba.BambaConfig, bamba.decoder, bamba.weight_names),
-    Family("Mamba2ForCausalLM", "mamba2", mamba2.Mamba2ModelConfig, mamba2.decoder, mamba2.weight_names),
+    Family("JambaForCausalLM", "jamba", jamba.JambaConfig, jamba.decoder, jamba.weight_names),
+    Family("MambaForCausalLM", "mamba", mamba.MambaConfig, mamba.decoder, mamba.weight_names),
+    Family("FalconMambaForCausalLM", "falcon_mamba", mamba.FalconMambaConfig, mamba.decoder, mamba.weight_names),
+    Family("Mamba2ForCausalLM", "mamba2", mamba.Mamba2Config, mamba.decoder, mamba.weight_names),
     Family("Lfm2ForCausalLM", "lfm2", lfm2.Lfm2Config, lfm2.decoder, lfm2.weight_names),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", lfm2.Lfm2MoeConfig, lfm2.decoder, lfm2.weight_names),
     Family("FalconH1ForCausalLM", "falcon_h1", falcon_h1.FalconH1Config, falcon_h1.decoder, falcon_h1.weight_names),

@@ -83,3 +83,8 @@ def read_attention(
         out_bias=bias,
         qk_norm_eps=qk_norm_eps,
     )
+
+
+def read_dt_rank(hf: HfConfig, key: str, hidden_size: int) -> int:
+    """Mamba1's rank of dt; "auto" is a sixteenth of the hidden size, rounded up."""
+    return -(-hidden_size // 16) if hf.raw.get(key) == "auto" else hf.integer(key)

@@ -135,6 +135,7 @@ QWEN_MOE = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 40,
 }
+MAMBA1 = {"vocab_size": 263, "hidden_size": 48, "num_hidden_layers": 5, "state_size": 8, "time_step_rank": 5}
 MODELS: dict[str, dict] = {
     "nemotron_h_moe": {**NEMOTRON_H_MOE, "hybrid_override_pattern": "ME*M-MEM"},
     "nemotron_h_latent": {**NEMOTRON_H_MOE, "hybrid_override_pattern": "EM*ME", "moe_latent_size": 32},
@@ -256,6 +257,26 @@ MODELS: dict[str, dict] = {
         "bos_token_id": None,
         "eos_token_id": None,
     },
+    "jamba": {
+        "model_type": "jamba",
+        "vocab_size": 263,
+        "hidden_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 40,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 5,
+        "max_position_embeddings": 512,
+    },
+    "mamba": {**MAMBA1, "model_type": "mamba", "use_bias": True},
+    "falcon_mamba": {**MAMBA1, "model_type": "falcon_mamba", "tie_word_embeddings": False},
     "mamba2": {
         "model_type": "mamba2",
         "vocab_size": 263,
@@ -340,7 +361,7 @@ def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tens
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "A_log":
         return uniform(0.004, 0.02).log()
-    if leaf == "dt_bias":
+    if leaf == "dt_bias" or name.endswith("dt_proj.bias"):
         return uniform(-2.0, -0.5)
     if leaf == "D":
         return uniform(-0.5, 1.5)
@@ -359,9 +380,14 @@ def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tens
 
 
 def slow_down(model: PreTrainedModel) -> None:
-    """Keep the input-dependent part of dt small, and give the last head of each recurrent layer a faster decay."""
+    """Keep the input-dependent part of dt small, and give the last head or channels of each layer a faster decay."""
     for module in model.modules():
-        if hasattr(module, "A_log"):
+        if hasattr(module, "x_proj"):  # Mamba1
+            module.dt_proj.weight.mul_(0.4)
+            if not hasattr(module, "b_layernorm"):
+                module.x_proj.weight.mul_(0.5)  # B and C: else what the state sums up dwarfs everything
+            module.A_log[-16:] = math.log(0.3)
+        elif hasattr(module, "A_log"):
             projection, rows = step_sizes(module)
             projection.weight[rows] *= 0.4
             module.A_log.view(-1)[-1] = math.log(0.3)
@@ -422,18 +448,25 @@ def watch_routing(model: PreTrainedModel, margins: list[float]) -> None:
 
 
 def decays(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """Per-token decay exp(dt A) of every recurrent head on `prompt`, flat (empty for pure attention)."""
+    """Per-token decays exp(dt A) of every head (or channel and state) on `prompt`, flat (empty for pure attention)."""
     seen = [torch.zeros(0)]
 
     def hook(mixer: torch.nn.Module):
-        projection, rows = step_sizes(mixer)
-
         def record(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
             dt = (output * getattr(mixer, "mup_vector", 1.0))[..., rows]
             dt = torch.nn.functional.softplus(dt + mixer.dt_bias)
             A = mixer.A_log.exp().view(-1, 1)
             seen.append(torch.exp(-dt.view(*dt.shape[:-1], len(A), -1) * A).flatten())
 
+        def record_mamba1(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
+            step = output[..., : mixer.time_step_rank]
+            step = mixer.dt_layernorm(step) if hasattr(mixer, "dt_layernorm") else step
+            dt = torch.nn.functional.softplus(mixer.dt_proj(step))
+            seen.append(torch.exp(-dt[..., None] * mixer.A_log.exp()).flatten())
+
+        if hasattr(mixer, "x_proj"):
+            return mixer.x_proj.register_forward_hook(record_mamba1)
+        projection, rows = step_sizes(mixer)
         return projection.register_forward_hook(record)
 
     handles = [hook(module) for module in model.modules() if hasattr(module, "A_log")]
@@ -450,9 +483,9 @@ def full(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 def cached(model: PreTrainedModel, ids: list[int], cache: DynamicCache, start: int) -> torch.Tensor:
     """Logits [len(ids), V] of a pass that continues `cache`, whose length is `start`."""
-    # bamba repeats positions unless it is told them; mamba2 has none to be told
+    # bamba repeats positions unless it is told them; pure Mambas have none to be told
     positions = {"position_ids": torch.arange(start, start + len(ids))[None]}
-    kwargs = {} if model.config.model_type == "mamba2" else positions
+    kwargs = {} if model.config.model_type in ("mamba", "falcon_mamba", "mamba2") else positions
     return model(torch.tensor([ids]), cache=cache, use_cache=True, **kwargs).logits[0]
 
 
@@ -475,12 +508,15 @@ def decode(model: PreTrainedModel, prompt: list[int], steps: int) -> tuple[list[
 
 def chunked(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
     """Logits [len(CHUNKS), V] at the end of each chunk of a prefill in CHUNKS; checked against the whole pass."""
+    whole = full(model, prompt)[: sum(CHUNKS)]
+    if any(hasattr(module, "x_proj") for module in model.modules()):
+        return whole[np.cumsum(CHUNKS) - 1]  # Mamba1 starts a second chunk from zero state
     cache = DynamicCache(config=model.config)
     start, rows = 0, []
     for length in CHUNKS:
         rows.append(cached(model, prompt[start : start + length], cache, start))
         start += length
-    agree("chunked prefill", torch.cat(rows), full(model, prompt)[: sum(CHUNKS)])
+    agree("chunked prefill", torch.cat(rows), whole)
     return torch.stack([chunk[-1] for chunk in rows])
 
 

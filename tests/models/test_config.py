@@ -43,6 +43,12 @@ NEEDED = {
     "model_max_length linear_num_heads linear_head_dim linear_conv_kernel_dim num_attention_heads kv_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts num_experts_per_token moe_intermediate_size "
     "num_shared_experts moe_renormalize routed_scaling_factor",
+    "jamba": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size num_attention_heads "
+    "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset num_experts num_experts_per_tok "
+    "mamba_expand mamba_d_state mamba_dt_rank mamba_d_conv mamba_conv_bias mamba_proj_bias max_position_embeddings",
+    "mamba": "vocab_size hidden_size layer_norm_epsilon num_hidden_layers state_size time_step_rank conv_kernel "
+    "use_conv_bias use_bias hidden_act residual_in_fp32",
+    "falcon_mamba": "vocab_size hidden_size state_size time_step_rank",
     "llama": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
     "max_position_embeddings",
     "qwen3": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
@@ -54,7 +60,7 @@ EXAMPLE = {model_type: model_type for model_type in NEEDED} | {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-KIND_OF_ALL_LAYERS = {"mamba2": "mamba", "falcon_h1": "parallel", "llama": "attention", "qwen3": "attention"}
+KIND_OF_ALL_LAYERS = dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), "mamba") | {"falcon_h1": "parallel"}
 
 
 def raw_of(name: str) -> dict:
@@ -81,13 +87,16 @@ def test_parts_of_every_layer(name: str):
     config = read_config(GOLDEN / name)
     parts = config.layer_parts(page_size=8, kv_dtype="bfloat16", state_dtype="float32", conv_dtype="bfloat16")
     model_type = raw_of(name)["model_type"]
-    kinds = getattr(config, "layer_kinds", (KIND_OF_ALL_LAYERS.get(model_type),) * config.num_layers)
+    kinds = getattr(config, "layer_kinds", (KIND_OF_ALL_LAYERS.get(model_type, "attention"),) * config.num_layers)
     names = {"mamba": ["conv", "ssm"], "attention": ["kv"], "conv": ["conv"], "mlp": [], "moe": []}
     names["delta"] = ["conv", "delta"]
     names["parallel"] = names["mamba"] + names["attention"]
     assert [[p.name for p in layer] for layer in parts] == [names[kind] for kind in kinds]
     shapes = {p.name: (p.unit, p.shape, p.dtype) for layer in parts for p in layer}
-    if "ssm" in shapes:
+    if model_type in ("jamba", "mamba", "falcon_mamba"):
+        assert shapes["ssm"] == ("slot", (8, 96), "float32")
+        assert shapes["conv"] == ("slot", (4, 96), "bfloat16")
+    elif "ssm" in shapes:
         assert shapes["ssm"] == ("slot", (16, 96), "float32")
         assert shapes["conv"] == ("slot", (4, 96 + 2 * 2 * 16), "bfloat16")
     if name == "qwen3_next":
@@ -185,6 +194,16 @@ def test_kimi_as_published():
         read(published)
 
 
+def test_automatic_and_given_sizes_of_mamba_agree():
+    raw = raw_of("mamba")
+    config = read(raw | {"time_step_rank": 3})  # ceil(48 / 16)
+    assert read(raw | {"time_step_rank": "auto"}) == config
+    # falcon-mamba-7b: what `expand` says is not true
+    assert read(raw | {"time_step_rank": 3, "expand": 16, "intermediate_size": 96}) == config
+    del raw["intermediate_size"]
+    assert read(raw | {"time_step_rank": 3}) == config
+
+
 @pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])
 def test_spellings_of_infinity(text: str):
     raw = json.loads(json.dumps(raw_of("mamba2")).replace('{"__float__": "Infinity"}', text))
@@ -237,6 +256,10 @@ REFUSED = [
     ("kimi_linear", {"mlp_layer_types": ["dense"] * 3 + ["none"]}, "mlp_layer_types: must be `dense` or `sparse`"),
     ("kimi_linear", {"num_experts_per_token": 5}, "num_experts_per_token: must be between 1 and 4"),
     ("kimi_linear", {"num_expert_group": 8}, "num_expert_group: 8 groups of 8 experts"),
+    ("jamba", {"attn_layer_offset": 4}, "attn_layer_offset: must be between 0 and 3"),
+    ("jamba", {"sliding_window": 64}, "sliding_window: 64 is not implemented"),
+    ("jamba", {"mamba_dt_rank": "full"}, "mamba_dt_rank: must be an integer, got 'full'"),
+    ("mamba", {"hidden_act": "relu2"}, "hidden_act: 'relu2' is not implemented"),
     ("mamba2", {"time_step_limit": [0.1, 0.01]}, r"time_step_limit: must be \[low, high\]"),
     ("llama", {"hidden_size": "48"}, "hidden_size: must be an integer, got '48'"),
     ("llama", {"num_key_value_heads": 4}, "num_attention_heads: 6 is not a multiple of num_key_value_heads=4"),
