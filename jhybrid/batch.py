@@ -60,6 +60,7 @@ class Geometry:
     chunk_size: int  # Q
     first_snapshot: int = 0  # row of snapshot 0 among the slots
     has_snapshots: bool = False
+    has_staging: bool = False  # those slots are where a step leaves snapshots that are then stored elsewhere
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ class Batch(NamedTuple):
     items: list[Item]
     wants_logprobs: bool
     wants_prompt_logprobs: bool
+    loads: list[tuple[int, int]]  # stored snapshot -> slot, before the step; none where snapshots are slots themselves
+    saves: list[tuple[int, int]]  # slot -> stored snapshot, after the step
 
 
 class DeviceBatch(NamedTuple):
@@ -271,15 +274,16 @@ class Packer:
         self._pack_rows(field, items, rows)
         if self._geometry.has_slots:
             field["chunk_snapshot"][:] = self._geometry.scratch_slot
+        loads = self._pack_sources(field, items)
+        last_chunks = np.arange(len(items))
         if bucket.kind == "ragged":
-            self._pack_chunks(field, items, lengths)
+            last_chunks = self._pack_chunks(field, items, lengths)
         else:
             field["num_chunks"][...] = len(items)
-            if any(item.snapshots for item in items):
-                self._pack_snapshots(field, items, np.arange(len(items)))
+        saves = self._pack_snapshots(field, items, last_chunks) if any(item.snapshots for item in items) else []
         floats = self._floats[:, rows].reshape(-1)
         wants_logprobs = bool((field["num_logprobs"] >= 0).any())
-        return Batch(bucket, ints, floats, items, wants_logprobs, wants_prompt_logprobs=scores)
+        return Batch(bucket, ints, floats, items, wants_logprobs, scores, loads, saves)
 
     def _fields(self, bucket: Bucket) -> tuple[Ints, dict[str, np.ndarray]]:
         """A fresh int vector of a bucket and views of its fields."""
@@ -332,9 +336,6 @@ class Packer:
             for name in ("read_slot", "write_slot"):
                 field[name][:] = geometry.scratch_slot
                 field[name][:count] = slots
-            for i, item in enumerate(items):
-                if item.source is not None:
-                    field["read_slot"][i] = geometry.first_snapshot + item.source
         if geometry.table_width:
             for item in items:
                 pages, row = item.holding.pages, item.holding.row
@@ -344,8 +345,24 @@ class Packer:
                     self._pages[row] = len(pages)
             field["page_table"][:] = self._tables[rows]
 
-    def _pack_chunks(self, field: dict[str, np.ndarray], items: list[Item], lengths: np.ndarray) -> None:
-        """Cut each sequence's tokens into runs that end where it leaves snapshots, and these into chunks of <= Q."""
+    def _pack_sources(self, field: dict[str, np.ndarray], items: list[Item]) -> list[tuple[int, int]]:
+        """Let sequences start from snapshots: from where these are, or, if stored elsewhere, after loading them."""
+        loads = []
+        for i, item in enumerate(items):
+            if item.source is None:
+                continue
+            if self._geometry.has_staging:
+                assert item.holding.slot is not None
+                loads.append((item.source, item.holding.slot))
+            else:
+                field["read_slot"][i] = self._geometry.first_snapshot + item.source
+        return loads
+
+    def _pack_chunks(self, field: dict[str, np.ndarray], items: list[Item], lengths: np.ndarray) -> np.ndarray:
+        """Cut each sequence's tokens into runs that end where it leaves snapshots, and these into chunks of <= Q.
+
+        Returns the last chunk of every run.
+        """
         size = self._geometry.chunk_size
         owners, runs = np.arange(len(items), dtype=np.int32), lengths
         if any(item.snapshots for item in items):
@@ -361,21 +378,23 @@ class Packer:
         field["chunk_seq"][:total] = owners[run]
         field["chunk_start"][:total] = (np.cumsum(runs) - runs)[run] + offset
         field["chunk_len"][:total] = np.minimum(size, runs[run] - offset)
-        if runs is not lengths:
-            self._pack_snapshots(field, items, np.cumsum(per_run) - 1)
+        return np.cumsum(per_run) - 1
 
-    def _pack_snapshots(self, field: dict[str, np.ndarray], items: list[Item], last_chunks: np.ndarray) -> None:
+    def _pack_snapshots(
+        self, field: dict[str, np.ndarray], items: list[Item], last_chunks: np.ndarray
+    ) -> list[tuple[int, int]]:
         """Name the slots of the snapshots. `last_chunks` are those of each run of an item, in the items' order."""
-        run = count = 0
+        first, saves, run = self._geometry.first_snapshot, [], 0
         for item in items:
-            end = item.first_pos + item.num_tokens
-            for boundary in sorted({*item.snapshots, end}):
+            for boundary in sorted({*item.snapshots, item.first_pos + item.num_tokens}):
                 if boundary in item.snapshots:
-                    row = self._geometry.first_snapshot + item.snapshots[boundary]
-                    field["chunk_snapshot"][last_chunks[run]] = row
-                    count += 1
+                    row = item.snapshots[boundary]
+                    slot = first + (len(saves) if self._geometry.has_staging else row)
+                    field["chunk_snapshot"][last_chunks[run]] = slot
+                    saves.append((slot, row))
                 run += 1
-        field["num_snapshots"][...] = count
+        field["num_snapshots"][...] = len(saves)
+        return saves if self._geometry.has_staging else []
 
 
 def stop_ids(sequence: Sequence) -> frozenset[int]:

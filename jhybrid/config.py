@@ -42,6 +42,8 @@ class EngineConfig:
     """Snapshots of recurrent state to keep for prefix caching. None: four for each of max_num_seqs, memory allowing."""
     snapshot_interval: int | None = None
     """Also leave a snapshot every so many tokens of a prompt; a multiple of page_size. None: only where it pays."""
+    snapshot_dtype: str = "auto"
+    """How snapshots are stored: auto (as the running state), bfloat16, or int8 with a scale per head and row."""
     eviction_policy: str = "flop_aware"
     """Which cached prefix goes first: lru, or flop_aware, which also weighs what recomputing it would cost."""
     memory_fraction: float | None = None
@@ -90,6 +92,8 @@ class EngineConfig:
 
     def _check_snapshots(self) -> None:
         slots, interval = self.snapshot_slots, self.snapshot_interval
+        if self.snapshot_dtype not in ("auto", "bfloat16", "int8"):
+            raise ConfigError("snapshot_dtype", f"{self.snapshot_dtype!r} is not one of auto, bfloat16, int8")
         if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 0):
             raise ConfigError("snapshot_slots", f"must be a non-negative integer, got {slots!r}")
         if interval is None:

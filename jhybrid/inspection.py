@@ -71,6 +71,7 @@ def _memory(config: EngineConfig, router: Router, max_model_len: int, weights: i
             num_pages=config.num_pages,
             prefix_caching=config.enable_prefix_caching,
             snapshot_slots=config.snapshot_slots,
+            snapshot_dtype=config.snapshot_dtype,  # pyright: ignore[reportArgumentType]
         )
     except OutOfMemoryError as error:
         return {"error": str(error)}

@@ -14,8 +14,10 @@ import psutil
 from jax import Array
 
 from jhybrid.batch import NO_TARGET, Batch, Bucket, Geometry, Layout, unpack
+from jhybrid.cache import snapshots
 from jhybrid.cache.arrays import MemoryPlan, abstract_cache, plan_memory, tree_bytes
 from jhybrid.cache.router import Cache, Router
+from jhybrid.cache.snapshots import SnapshotDtype, Store
 from jhybrid.errors import MissingBucketError
 from jhybrid.executables import Executables
 from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_logprobs
@@ -129,6 +131,7 @@ class Runner:
         executables: Executables,
         prefix_caching: bool = False,
         snapshot_slots: int | None = None,
+        snapshot_dtype: SnapshotDtype = "auto",
     ):
         self.module, self.params, self.router, self.buckets = module, params, router, buckets
         self._sampler_shape = (max_num_seqs, vocab_size)
@@ -148,18 +151,23 @@ class Runner:
             num_pages=num_pages,
             prefix_caching=prefix_caching,
             snapshot_slots=snapshot_slots,
+            snapshot_dtype=snapshot_dtype,
         )
         self.memory = self._compile_within(plan, sampler)
-        abstract = self._abstract_cache(self.memory)
+        cache = self._abstract_cache(self.memory)
+        staged = self.memory.num_staged > 0
+        store = snapshots.abstract_store(router, self.memory.num_snapshots, snapshot_dtype) if staged else {}
 
-        def allocate() -> tuple[Cache, SamplerState]:
-            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
-            return zeros, init_state(*self._sampler_shape)
+        def allocate() -> tuple[Cache, SamplerState, Store]:
+            caches, packed = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (cache, store))
+            return caches, init_state(*self._sampler_shape), packed
 
         self._allocate = executables.get(
             "allocate", allocate, (), result=(abstract, sampler), facts=(jax.tree.leaves((abstract, sampler)),)
         )
         self._set_row = self._compile_set_row(sampler)
+        if staged:
+            self._compile_packing(cache, store)
         self.reset()
 
     def _compile_within(self, plan: Any, sampler: Any) -> MemoryPlan:
@@ -206,12 +214,22 @@ class Runner:
         )
         return self._kept.get("set_row", set_row, arguments, donate=(0,), result=sampler)
 
+    def _compile_packing(self, cache: Cache, store: Store) -> None:
+        moves = jax.ShapeDtypeStruct((self.memory.num_staged, 2), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        self._pack = jax.jit(snapshots.pack, donate_argnums=1).lower(cache, store, *moves).compile()
+        self._unpack = jax.jit(snapshots.unpack, donate_argnums=0).lower(cache, store, *moves).compile()
+
+    def _moves(self, moves: list[tuple[int, int]]) -> tuple[np.ndarray, np.int32]:
+        rows = np.zeros((self.memory.num_staged, 2), np.int32)
+        rows[: len(moves)] = moves
+        return rows, np.int32(len(moves))
+
     def _scratch(self, bucket: Bucket) -> int:
         analysis = self._executables[bucket].memory_analysis()
         return int(analysis.temp_size_in_bytes) if analysis is not None else 0
 
     def _abstract_cache(self, memory: MemoryPlan) -> Cache:
-        return abstract_cache(self.router, slots=memory.num_slots + memory.num_snapshots, pages=memory.num_pages)
+        return abstract_cache(self.router, slots=memory.num_slots + memory.snapshot_rows, pages=memory.num_pages)
 
     def geometry(self, memory: MemoryPlan | None = None) -> Geometry:
         """What batch layouts need to know of the caches."""
@@ -221,24 +239,26 @@ class Runner:
             page_size=self._page_size,
             table_width=self._table_width if self.router.has_pages else 0,
             has_slots=self.router.has_slots,
-            scratch_slot=memory.num_slots + memory.num_snapshots,
+            scratch_slot=memory.num_slots + memory.snapshot_rows,
             scratch_page=memory.num_pages,
             scratch_row=max_num_seqs,
             chunk_size=self._chunk_size,
             first_snapshot=memory.num_slots,
             has_snapshots=memory.num_snapshots > 0,
+            has_staging=memory.num_staged > 0,
         )
 
     def reset(self) -> None:
         """Fresh caches and sampler state. Compiles nothing."""
         self.cache: Cache
         self.sampler: SamplerState
-        self.cache, self.sampler = self._allocate()
+        self.store: Store  # of snapshots, where these are not slots of the cache
+        self.cache, self.sampler, self.store = self._allocate()
 
     @property
     def lost(self) -> bool:
         """Whether a failed step took the donated caches with it."""
-        held = (self.cache, self.sampler)
+        held = (self.cache, self.sampler, self.store)
         if any(a.is_deleted() for a in jax.tree.leaves(held)):
             return True
         try:
@@ -256,7 +276,11 @@ class Runner:
         executable = self._executables.get(batch.bucket)
         if executable is None:
             raise MissingBucketError(f"{batch.bucket} was not compiled; there are {[str(b) for b in self.buckets]}")
+        if batch.loads:
+            self.cache = self._unpack(self.cache, self.store, *self._moves(batch.loads))
         self.cache, self.sampler, output = executable(self.params, self.cache, self.sampler, batch.ints, batch.floats)
+        if batch.saves:
+            self.store = self._pack(self.cache, self.store, *self._moves(batch.saves))
         return StepHandle(batch, output)
 
 

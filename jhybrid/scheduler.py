@@ -100,6 +100,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when nobody can run. Marks its tokens as dispatched."""
+        self.ledger.begin_step()
         shares: dict[Sequence, int] = {}
         budget = self.budget
         preempted = False

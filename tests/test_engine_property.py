@@ -338,17 +338,19 @@ sharing_actions = st.lists(
     max_size=20,
 )
 caching_configs = st.builds(
-    lambda config, snapshots, interval, policy: replace(
+    lambda config, snapshots, interval, policy, dtype: replace(
         config,
         enable_prefix_caching=True,
         snapshot_slots=snapshots,
         snapshot_interval=interval and interval * config.page_size,
         eviction_policy=policy,
+        snapshot_dtype=dtype,
     ),
     config=st.deferred(lambda: st.one_of(configs, crowded_configs)),
     snapshots=st.sampled_from([1, 2, 4, 30]),
     interval=st.sampled_from([None, None, 1, 3]),
     policy=st.sampled_from(["lru", "flop_aware"]),
+    dtype=st.sampled_from(["auto", "int8"]),
 )
 faults = st.dictionaries(
     st.integers(0, 30),

@@ -159,7 +159,8 @@ class ToyRunner:
         """Fresh caches, all poison."""
         page_size = self.config.page_size
         self.pages = [[POISON] * page_size for _ in range(self.memory.num_pages + 1)]
-        self.slots = [Slot() for _ in range(self.memory.num_slots + self.memory.num_snapshots + 1)]
+        self.slots = [Slot() for _ in range(self.memory.num_slots + self.memory.snapshot_rows + 1)]
+        self.store = [Slot() for _ in range(self.memory.num_snapshots)]
         self.rows = [Row() for _ in range(self.config.max_num_seqs + 1)]
         self.lost = False
 
@@ -168,12 +169,13 @@ class ToyRunner:
             page_size=self.config.page_size,
             table_width=self._width,
             has_slots=self.router.has_slots,
-            scratch_slot=self.memory.num_slots + self.memory.num_snapshots,
+            scratch_slot=self.memory.num_slots + self.memory.snapshot_rows,
             scratch_page=self.memory.num_pages,
             scratch_row=self.config.max_num_seqs,
             chunk_size=self.config.chunk_size,
             first_snapshot=self.memory.num_slots,
             has_snapshots=self.memory.num_snapshots > 0,
+            has_staging=self.memory.num_staged > 0,
         )
 
     def set_row(self, row: int, counts: np.ndarray, _bias: np.ndarray) -> None:
@@ -181,6 +183,10 @@ class ToyRunner:
 
     def poison_free(self, pages: list[int], slots: list[int], snapshots: list[int]) -> None:
         """Overwrite what nobody holds, as the tests of the real caches do with NaN."""
+        if self.memory.num_staged:
+            for row in snapshots:
+                self.store[row] = Slot()
+            snapshots = list(range(self.memory.num_staged))
         slots = slots + [self.memory.num_slots + row for row in snapshots]
         for page in pages:
             self.pages[page] = [POISON] * self.config.page_size
@@ -201,7 +207,11 @@ class ToyRunner:
         if fault.kind in ("before", "lost"):
             self.lost = fault.kind == "lost"
             return ToyHandle(batch, DeviceFault(f"injected: {fault.kind}"))
+        for row, slot in batch.loads:
+            self.slots[slot] = self.store[row]
         result = ToyStep(self, batch, call, fault.row if fault.kind == "nan" else None).run()
+        for slot, row in batch.saves:
+            self.store[row] = self.slots[slot]
         if fault.kind == "after":
             return ToyHandle(batch, DeviceFault("injected: after"))
         self.failed_calls.discard(call)

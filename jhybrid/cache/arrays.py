@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhybrid.cache.router import Cache, Router
+from jhybrid.cache.snapshots import SnapshotDtype, bytes_per_snapshot
 from jhybrid.errors import OutOfMemoryError
 
 
@@ -37,6 +38,12 @@ class MemoryPlan:
     num_slots: int  # of running sequences
     num_pages: int
     num_snapshots: int = 0
+    num_staged: int = 0  # slots in which a step leaves snapshots, where these are stored in another form
+
+    @property
+    def snapshot_rows(self) -> int:
+        """Slots after those of running sequences: the snapshots themselves, or where they are staged."""
+        return self.num_staged or self.num_snapshots
 
     @property
     def total(self) -> int:
@@ -66,6 +73,7 @@ def plan_memory(
     num_pages: int | None,
     prefix_caching: bool = False,
     snapshot_slots: int | None = None,
+    snapshot_dtype: SnapshotDtype = "auto",
 ) -> MemoryPlan:
     """Slots first, then snapshots, pages with the rest: at least one sequence's worth, at most what all can need.
 
@@ -83,10 +91,14 @@ def plan_memory(
             f"weights ({weights} B), sampler ({sampler} B), scratch ({scratch} B) and the state of {num_slots} "
             f"sequences ({state} B) need {weights + sampler + scratch + state} B, {available} B are available; {remedy}"
         )
-    snapshots = 0
+    snapshots = staged = size = 0
     if prefix_caching and router.has_slots:
-        snapshots = _plan_snapshots(snapshot_slots, max_num_seqs, left, router.bytes_per_slot)
-        left -= snapshots * router.bytes_per_slot
+        size = router.bytes_per_slot
+        if snapshot_dtype != "auto":
+            size, staged = bytes_per_snapshot(router, snapshot_dtype), max_num_seqs + 1
+            left -= staged * router.bytes_per_slot
+        snapshots = _plan_snapshots(snapshot_slots, max_num_seqs, left, size)
+        left -= snapshots * size
     pages = 0
     if router.has_pages:
         fits = max(0, left // router.bytes_per_page - 1)
@@ -108,13 +120,14 @@ def plan_memory(
         weights=weights,
         kv=(pages + 1) * router.bytes_per_page,
         state=state,
-        snapshots=snapshots * router.bytes_per_slot,
+        snapshots=snapshots * size + staged * router.bytes_per_slot,
         sampler=sampler,
         scratch=scratch,
         available=available,
         num_slots=num_slots,
         num_pages=pages,
         num_snapshots=snapshots,
+        num_staged=staged,
     )
 
 

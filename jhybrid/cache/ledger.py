@@ -58,7 +58,8 @@ class Ledger:
     """Accounts for what the caches of one engine hold.
 
     `num_pages` is 0 for a model without attention, `num_slots` is 0 for one without recurrent layers. With a `tree`,
-    prefixes are shared; a model with recurrent layers and no snapshots has none, whatever is passed.
+    prefixes are shared; a model with recurrent layers and no snapshots has none, whatever is passed. A step may leave
+    `max_per_step` snapshots; None: any number.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Ledger:
         num_slots: int,
         num_rows: int,
         num_snapshots: int = 0,
+        max_per_step: int | None = None,
         snapshot_interval: int | None = None,
         tree: PrefixTree | None = None,
     ):
@@ -78,6 +80,8 @@ class Ledger:
         self.rows = RowPool("row", num_rows)
         self.snapshots = RowPool("snapshot", num_snapshots)
         self.snapshot_interval = snapshot_interval
+        self._max_per_step = max_per_step if max_per_step is not None else num_snapshots
+        self._in_this_step = 0
         self.tree = None if num_slots and not num_snapshots else tree
         self.counts = PrefixCounts()
         self._prefilling: dict[tuple[str | None, bytes], list[Sequence]] = {}  # by their first page
@@ -266,6 +270,10 @@ class Ledger:
             counts.misses[hit.cause] = counts.misses.get(hit.cause, 0) + 1
             counts.missed_tokens[hit.cause] = counts.missed_tokens.get(hit.cause, 0) + hit.kv_tokens - hit.tokens
 
+    def begin_step(self) -> None:
+        """A new step is planned: it may leave `max_per_step` snapshots."""
+        self._in_this_step = 0
+
     def snapshots_for(self, sequence: Sequence, first_pos: int, num_tokens: int) -> dict[int, int]:
         """Boundary -> snapshot row, for the snapshots that the step over these positions is to leave.
 
@@ -291,11 +299,15 @@ class Ledger:
 
     def _take_snapshot(self) -> int | None:
         assert self.tree is not None
+        if self._in_this_step == self._max_per_step:
+            self.counts.snapshots_skipped += 1
+            return None
         if not self.snapshots.free and self.tree.evict_snapshot():
             self._collect()
         row = self.snapshots.take(1)
         self.counts.snapshots_skipped += row is None
         self.counts.snapshots_taken += row is not None
+        self._in_this_step += row is not None
         return row[0] if row else None
 
     # commit

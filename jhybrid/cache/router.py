@@ -5,6 +5,7 @@ Mixers declare `Part`s; the router lays all layers' parts of one name and shape 
 ledger and the memory plan ask it for facts; nobody asks for a class.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,14 +25,17 @@ class Part:
     unit: Unit
     shape: tuple[int, ...]  # of one slot or one page
     dtype: str
+    vector: int | None = None  # of a state: elements in a row, along the last axis, that belong to one head
+
+    @property
+    def elements(self) -> int:
+        """Numbers in one slot or page of one layer."""
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
         """Bytes of one slot or page of one layer."""
-        size = jnp.dtype(self.dtype).itemsize
-        for dim in self.shape:
-            size *= dim
-        return size
+        return self.elements * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class GatedDeltaSpec:
         """What one layer keeps per slot."""
         return (
             Part("conv", "slot", (self.conv_kernel, self.conv_size), conv_dtype),
-            Part("delta", "slot", (self.num_v_heads, self.k_dim, self.v_dim), state_dtype),
+            Part("delta", "slot", (self.num_v_heads, self.k_dim, self.v_dim), state_dtype, vector=self.v_dim),
         )
 
 

@@ -51,7 +51,7 @@ class Mamba2Spec:
         """What one layer keeps per slot."""
         return (
             Part("conv", "slot", (self.conv_kernel, self.conv_size), conv_dtype),
-            Part("ssm", "slot", (self.state_size, self.inner_size), state_dtype),
+            Part("ssm", "slot", (self.state_size, self.inner_size), state_dtype, vector=self.head_dim),
         )
 
 

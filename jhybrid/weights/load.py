@@ -167,6 +167,7 @@ def make_runner(config: EngineConfig, model: Model) -> Runner:
         executables=Executables(config.compilation_cache()),
         prefix_caching=config.enable_prefix_caching,
         snapshot_slots=config.snapshot_slots,
+        snapshot_dtype=config.snapshot_dtype,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -190,6 +191,7 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan) -> Ledge
         num_slots=memory.num_slots,
         num_rows=config.max_num_seqs,
         num_snapshots=memory.num_snapshots,
+        max_per_step=memory.num_staged or None,
         snapshot_interval=config.snapshot_interval,
         tree=tree,
     )

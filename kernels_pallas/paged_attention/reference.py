@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.paged_attention.words import from_words, to_words
 from kernels_pallas.spans import Spans
+from kernels_pallas.words import from_words, to_words
 
 
 def paged_attention(

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.paged_attention.words import from_words, to_words
 from kernels_pallas.spans import Spans
+from kernels_pallas.words import from_words, to_words
 
 BLOCK_TOKENS = 128  # of the cache read at a time
 FEW_TOKENS = 8  # of a chunk that gets a small query tile
