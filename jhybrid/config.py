@@ -46,6 +46,8 @@ class EngineConfig:
     """How snapshots are stored: auto (as the running state), bfloat16, or int8 with a scale per head and row."""
     eviction_policy: str = "flop_aware"
     """Which cached prefix goes first: lru, or flop_aware, which also weighs what recomputing it would cost."""
+    verify_hits: float = 0.0
+    """Share of prefix cache hits to compute again, cold, when idle; a cached prefix that differs is forgotten."""
     memory_fraction: float | None = None
     """Share of the device's free memory that weights, caches and scratch may take together. None: 0.9, on CPU 0.4."""
     max_queue: int = 4096
@@ -79,6 +81,8 @@ class EngineConfig:
             raise ConfigError("memory_fraction", f"{self.memory_fraction} is not in (0, 1]")
         if self.eviction_policy not in ("lru", "flop_aware"):
             raise ConfigError("eviction_policy", f"{self.eviction_policy!r} is not one of lru, flop_aware")
+        if not isinstance(self.verify_hits, int | float) or not 0.0 <= self.verify_hits <= 1.0:
+            raise ConfigError("verify_hits", f"{self.verify_hits!r} is not in [0, 1]")
         self._check_snapshots()
         if self.tensor_parallel_size != 1:
             raise ConfigError("tensor_parallel_size", f"{self.tensor_parallel_size} given, only 1 is supported so far")

@@ -14,20 +14,25 @@ from typing import NamedTuple, Self
 
 from jhybrid import compilations
 from jhybrid.batch import Packer
+from jhybrid.cache.replay import Visit
 from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
+from jhybrid.guard import Check, Guard
 from jhybrid.intake import Intake
-from jhybrid.request import Completion, Delta, Output, Request, SamplingParams, TokenLogprobs
+from jhybrid.request import MAX_LOGPROBS, Completion, Delta, Output, Request, SamplingParams, TokenLogprobs
 from jhybrid.results import adjustments, prompt_entries, sampled_entry
 from jhybrid.runner import Runner, StepHandle, StepResult
 from jhybrid.scheduler import Item, Plan, Scheduler
 from jhybrid.sequence import Sequence
 from jhybrid.stats import Stats
 from jhybrid.tokenizer import Tokenizer
-from jhybrid.weights.load import Model, load_model, make_ledger, make_runner
+from jhybrid.weights.load import Model, load_model, make_ledger, make_runner, make_tuner
 
 log = logging.getLogger("jhybrid")
+
+EXACT, ROUGH = 1e-3, 0.5
+"""How far the log-probabilities of a hit may be from those of a cold run: in float32, and with rounded states."""
 
 
 class Flight(NamedTuple):
@@ -76,9 +81,16 @@ class Engine:
         self._submitted: dict[Sequence, float] = {}  # when, by perf_counter; of those that never ran
         self._queued: dict[Sequence, float] = {}  # seconds in the queue, until they are given out
         self._seeds = random.Random(config.base_seed)
-        self._names = (f"req-{i}" for i in itertools.count())
+        self._numbers = itertools.count()
+        self._names = (f"req-{i}" for i in self._numbers)
         self._compiled_before = compilations.count()
         self._closed = False
+        exact = model.dtype == "float32" and config.snapshot_dtype == "auto" and config.state_dtype == "float32"
+        self._guard = Guard(config.verify_hits, EXACT if exact else ROUGH, config.page_size, config.base_seed)
+        self._checks: dict[str, tuple[Check, bool]] = {}  # by name of the request; whether it is the cold one
+        tree = self.ledger.tree
+        tunes = tree is not None and config.eviction_policy == "flop_aware"
+        self._tuner = make_tuner(config, model, runner.memory, tree) if tunes and tree else None
 
     # submitting
 
@@ -149,13 +161,64 @@ class Engine:
             plan = self.scheduler.plan()
             before, self._flight = self._flight, None  # a launch that fails leaves the step before it alone
             self._flight = self._launch(plan)
+            if before is not None:  # the device is busy anyway
+                self._tune()
             deltas = self._land(before)
             if not self.config.async_scheduling:
                 before, self._flight = self._flight, None
                 deltas += self._land(before)
             deltas, self._told = self._told + deltas, []
+            if self._checks:
+                deltas = [delta for delta in deltas if not self._take_check(delta)]
         self.stats.log_now_and_then(self)
         return deltas
+
+    def idle(self) -> bool:
+        """Do a little of what can wait until nothing else is to be done. False if there is nothing of it either.
+
+        That is checking hits (`verify_hits`), for which steps are to follow, and tuning the eviction policy.
+        """
+        if self.has_work:
+            return False
+        check = self._guard.next()
+        if check is None:
+            return self._tune()
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
+        request = Request(prompt_token_ids=check.prompt, sampling=sampling, cache_salt=check.salt)
+        for is_cold in (False, True):
+            name = f"\0check-{next(self._numbers)}"
+            sequence = self._sequence(name, 0, request, check.prompt)
+            sequence.is_check, sequence.is_cold = True, is_cold
+            self._sequences[name], self._checks[name] = [sequence], (check, is_cold)
+            self.scheduler.add(sequence)
+        return True
+
+    def _take_check(self, delta: Delta) -> bool:
+        """Whether a delta belongs to a check, and not to a caller."""
+        check, is_cold = self._checks.pop(delta.request_id, (None, False))
+        if check is None:
+            return False
+        check.answers[is_cold] = delta
+        if len(check.answers) == 2:
+            verdict = self._guard.judge(check)
+            self.ledger.counts.verified += verdict.worst is not None
+            if verdict.is_wrong:
+                log.error(
+                    "a cached prefix of %d tokens gave log-probabilities that differ by %s from computing it again; "
+                    "it is forgotten",
+                    len(check.prompt) - 1,
+                    verdict.worst,
+                )
+                self.ledger.quarantine(check.node)
+        return True
+
+    def _tune(self) -> bool:
+        tree = self.ledger.tree
+        return (
+            self._tuner is not None
+            and tree is not None
+            and self._tuner.turn(tree.evicted_pages + tree.evicted_snapshots > 0)
+        )
 
     def _launch(self, plan: Plan | None) -> Flight | None:
         for sequence, error in self.scheduler.failed:
@@ -166,6 +229,7 @@ class Engine:
         try:
             for sequence in plan.admitted:
                 if sequence in self._submitted:  # not a preempted one, which comes in again
+                    self._saw_hit(sequence)
                     self._queued[sequence] = time.perf_counter() - self._submitted.pop(sequence)
                 self.packer.admit(sequence)
                 adjusted = adjustments(sequence, self.model.vocab_size)
@@ -180,6 +244,11 @@ class Engine:
             return None
         self.stats.launched(plan)
         return flight
+
+    def _saw_hit(self, sequence: Sequence) -> None:
+        holding = sequence.holding
+        if sequence.cached_tokens and holding is not None and holding.node is not None:
+            self._guard.saw(holding.node, sequence.request.cache_salt, sequence.token_ids)
 
     def _land(self, flight: Flight | None) -> list[Delta]:
         if flight is None:
@@ -280,6 +349,10 @@ class Engine:
         last.text += sequence.detokenizer.finish()
         for times in (self._submitted, self._queued):
             times.pop(sequence, None)
+        if self._tuner is not None and not sequence.is_check:
+            split = sequence.prompt_len
+            visit = Visit(sequence.request.cache_salt, sequence.token_ids[:split], sequence.token_ids[split:])
+            self._tuner.saw(visit)
         self.scheduler.finish(sequence)
         siblings = self._sequences[sequence.request_id]
         siblings.remove(sequence)
@@ -326,6 +399,9 @@ class Engine:
                     outputs[delta.request_id].add(delta)
         finally:
             self._leave(outputs)
+        while self._guard.rate and self.idle():
+            while self._checks:
+                self._told += self.step()
         return list(outputs.values())
 
     def _takes(self, n: int) -> bool:

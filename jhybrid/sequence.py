@@ -61,7 +61,8 @@ class Sequence:
     preemptions: int = 0
     cached_tokens: int = 0
     miss_cause: str | None = None  # why the prefix cache had keys and values of more tokens, but no state
-    is_cold: bool = False  # uses nothing of the prefix cache, to check it
+    is_check: bool = False  # made by the guard; not counted
+    is_cold: bool = False  # neither uses the prefix cache nor adds to it, to check it
     awaited: "tuple[Sequence, Holding, int] | None" = None  # who computes a prefix of this one, up to which boundary
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
 

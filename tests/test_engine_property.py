@@ -238,7 +238,7 @@ class Life:
 
     def check_faults(self) -> None:
         """A fault fails those it met and nobody else, and nothing is run again that it may have changed."""
-        struck = [member for members in self.struck().values() for member in members]
+        struck = [member for members in self.struck().values() for member in members if member.key[0] in self.outputs]
         for member in struck:
             name, index = member.key
             answer = self.outputs[name].completions[index]
@@ -332,25 +332,28 @@ sharing_actions = st.lists(
         st.tuples(st.just("abort"), st.integers(0, 8)),
         st.tuples(st.just("step"), st.integers(1, 30)),
         st.tuples(st.just("flush")),
+        st.tuples(st.just("idle")),
         st.tuples(st.just("evict"), st.integers(1, 4)),
     ),
     min_size=2,
     max_size=20,
 )
 caching_configs = st.builds(
-    lambda config, snapshots, interval, policy, dtype: replace(
+    lambda config, snapshots, interval, policy, dtype, verify: replace(
         config,
         enable_prefix_caching=True,
         snapshot_slots=snapshots,
         snapshot_interval=interval and interval * config.page_size,
         eviction_policy=policy,
         snapshot_dtype=dtype,
+        verify_hits=verify,
     ),
     config=st.deferred(lambda: st.one_of(configs, crowded_configs)),
     snapshots=st.sampled_from([1, 2, 4, 30]),
     interval=st.sampled_from([None, None, 1, 3]),
     policy=st.sampled_from(["lru", "flop_aware"]),
     dtype=st.sampled_from(["auto", "int8"]),
+    verify=st.sampled_from([0.0, 1.0]),
 )
 faults = st.dictionaries(
     st.integers(0, 30),
@@ -367,6 +370,10 @@ def play(life: Life, script: list) -> None:
         elif action[0] == "flush":
             life.engine.flush_cache()
             life.check_ledger()
+        elif action[0] == "idle":
+            while not life.engine.has_work and life.engine.idle():
+                while life.engine.has_work:
+                    life.step()
         elif action[0] == "evict":
             for _ in range(action[1]):
                 life.engine.ledger.evict()
@@ -401,6 +408,7 @@ def test_any_life_with_shared_prefixes_gives_right_answers_and_leaks_nothing(con
     life = Life(config, kind, faults)
     play(life, script)
     life.finish()
+    assert life.engine.status()["prefix_cache"]["quarantined"] == 0
 
 
 @settings(max_examples=40, **OPTIONS)

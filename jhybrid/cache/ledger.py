@@ -51,7 +51,8 @@ class PrefixCounts:
     missed_tokens: dict[str, int] = field(default_factory=dict)
     snapshots_taken: int = 0
     snapshots_skipped: int = 0  # no row could be had
-    quarantined: int = 0
+    verified: int = 0  # hits computed again, cold
+    quarantined: int = 0  # cached prefixes that gave something else
 
 
 class Ledger:
@@ -198,7 +199,7 @@ class Ledger:
             self._unpin(hit.path)
             return False
         sequence.holding = holding
-        if self.tree:
+        if self.tree and not sequence.is_cold:
             self._start(sequence, holding, hit)
         return True
 
@@ -261,6 +262,8 @@ class Ledger:
         if sequence.preemptions:
             return
         sequence.cached_tokens, sequence.miss_cause = hit.tokens, hit.cause
+        if sequence.is_check:
+            return
         counts = self.counts
         counts.queries += 1
         counts.hits += hit.tokens > 0
@@ -281,7 +284,7 @@ class Ledger:
         next turn of a chat finds the end of this one. Without a row to be had, none is left, and it is counted.
         """
         holding = sequence.holding
-        if self.tree is None or not self.slots.size or holding is None:
+        if self.tree is None or not self.slots.size or holding is None or sequence.is_cold:
             return {}
         end = first_pos + num_tokens
         targets = []
@@ -289,6 +292,8 @@ class Ledger:
             targets.append(holding.targets.pop(0))
         if end > len(holding.keys) * self.page_size and end % self.page_size == 0:
             targets.append(end)
+            if not self.snapshots.free:  # rather its own oldest than somebody else's
+                self._keep_tails(holding, TAILS - 1)
         rows = {}
         for boundary in targets:
             row = self._take_snapshot()
@@ -296,6 +301,13 @@ class Ledger:
                 rows[boundary] = row
         holding.snapshots |= rows
         return rows
+
+    def _keep_tails(self, holding: Holding, count: int) -> None:
+        """Of the snapshots that decoding has left, keep the latest few."""
+        assert self.tree is not None
+        while len(holding.tails) > count:
+            self.tree.supersede(holding.tails.pop(0))
+        self._collect()
 
     def _take_snapshot(self) -> int | None:
         assert self.tree is not None
@@ -317,7 +329,7 @@ class Ledger:
         holding = sequence.holding
         assert holding is not None, f"{sequence.request_id} committed {tokens} tokens and holds nothing"
         assert len(holding.pages) >= self.pages_for(tokens), (sequence.request_id, tokens, holding)
-        if self.tree is None:
+        if self.tree is None or sequence.is_cold:
             return
         self._stop_reading(holding)
         full = tokens // self.page_size
@@ -353,9 +365,7 @@ class Ledger:
             self.snapshots.give([row])
         elif boundary > len(holding.keys) * self.page_size:
             holding.tails.append(holding.node)
-            if len(holding.tails) > TAILS:
-                self.tree.supersede(holding.tails.pop(0))
-                self._collect()
+            self._keep_tails(holding, TAILS)
 
     def _stop_reading(self, holding: Holding) -> None:
         if holding.source is not None and self.tree is not None:
@@ -412,6 +422,7 @@ class Ledger:
             "idle_pages": self.tree.num_idle,
             "evicted_pages": self.tree.evicted_pages,
             "evicted_snapshots": self.tree.evicted_snapshots,
+            "alpha": self.tree.policy.alpha,
         }
 
     def evict(self) -> None:

@@ -76,6 +76,8 @@ def pack(cache: Cache, store: Store, moves: Moves, count: Array) -> Store:
             return Packed(values, None)
         vectors = state.reshape(packed.scales.shape[1], part.vector)
         scales = jnp.max(jnp.abs(vectors), axis=1) / 127.0
+        # A maximum may lose a NaN on CPU; a sum does not, and a state with one must not come back as numbers.
+        scales = jnp.where(jnp.isfinite(jnp.sum(vectors, axis=1)), scales, jnp.nan)
         rounded = jnp.round(vectors / jnp.where(scales > 0, scales, 1.0)[:, None]).astype(jnp.int8)
         return Packed(
             lax.dynamic_update_index_in_dim(packed.values, rounded.reshape(part.shape), target, 0),

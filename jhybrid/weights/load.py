@@ -16,6 +16,7 @@ from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Ledger
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.router import Part, Router
+from jhybrid.cache.tuning import Tuner
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
 from jhybrid.executables import Executables
@@ -171,8 +172,11 @@ def make_runner(config: EngineConfig, model: Model) -> Runner:
     )
 
 
-def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan) -> Ledger:
-    """The books of the caches that a memory plan provides for, with a prefix tree if one is asked for."""
+def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: float | None = None) -> Ledger:
+    """The books of the caches that a memory plan provides for, with a prefix tree if one is asked for.
+
+    `alpha` is the eviction policy's; None: 1 for flop_aware until it is tuned, 0 for lru.
+    """
     tree = None
     if config.enable_prefix_caching:
         router = model.router
@@ -183,7 +187,8 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan) -> Ledge
             page_bytes=router.bytes_per_page,
             slot_bytes=router.bytes_per_slot,
         )
-        alpha = 1.0 if config.eviction_policy == "flop_aware" else 0.0
+        if alpha is None:
+            alpha = 1.0 if config.eviction_policy == "flop_aware" else 0.0
         tree = PrefixTree(Policy(cost, alpha=alpha, span=memory.num_snapshots or memory.num_pages))
     return Ledger(
         page_size=config.page_size,
@@ -195,6 +200,11 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan) -> Ledge
         snapshot_interval=config.snapshot_interval,
         tree=tree,
     )
+
+
+def make_tuner(config: EngineConfig, model: Model, memory: MemoryPlan, tree: PrefixTree) -> Tuner:
+    """A tuner of a tree's policy that tries things out on books like the engine's."""
+    return Tuner(tree.policy, lambda alpha: make_ledger(config, model, memory, alpha))
 
 
 def _dtype(asked: str) -> str:

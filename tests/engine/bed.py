@@ -95,7 +95,8 @@ def poison(engine: Engine) -> None:
     for name, (part, layers) in engine.runner.router.arrays.items():
         array = np.array(engine.runner.cache.arrays[name])
         rows = array.shape[0] // layers
-        snapshots = [ledger.slots.size + row for row in ledger.snapshots.free_rows()]
+        staged = engine.runner.memory.num_staged
+        snapshots = [ledger.slots.size + row for row in (range(staged) if staged else ledger.snapshots.free_rows())]
         free = ledger.slots.free_rows() + snapshots if part.unit == "slot" else ledger.pages.free_rows()
         for layer in range(layers):
             array[[layer * rows + row for row in (*free, rows - 1)]] = np.nan

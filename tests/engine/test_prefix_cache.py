@@ -324,6 +324,44 @@ def test_a_stale_snapshot_would_be_seen(recurrent: Engine):
     recurrent.flush_cache()
 
 
+@pytest.mark.parametrize("what", ["snapshot", "page"])
+def test_the_guard_finds_and_forgets_a_corrupt_prefix(cached: Engine, monkeypatch: pytest.MonkeyPatch, what: str):
+    """A planted fault in a state, or in a page in the middle, is found by computing hits again, and forgotten."""
+    if (what == "snapshot" and not cached.ledger.slots.size) or (what == "page" and not cached.ledger.pages.size):
+        pytest.skip("this model has none")
+    [prompt] = prompts(cached, [60])
+    request = greedy(prompt, 6, logprobs=1)
+    expected = alone(cached, request)
+    ask(cached, request)
+    monkeypatch.setattr(cached._guard, "rate", 1.0)
+    same(ask(cached, request), expected)
+    assert (counts(cached)["verified"], counts(cached)["quarantined"]) == (1, 0)
+    if what == "snapshot":
+        spoil_snapshots(cached)
+    else:
+        spoil_page(cached, 3)
+    assert ask(cached, request).cached_tokens == 56  # wrong, and found out right afterwards
+    assert counts(cached)["quarantined"] >= 1
+    output = ask(cached, request)
+    same(output, expected)
+    assert output.cached_tokens < 56
+
+
+def spoil_page(engine: Engine, depth: int) -> None:
+    """Other keys and values in the page at a depth of the only cached path."""
+    tree, cache = engine.ledger.tree, engine.runner.cache
+    assert tree is not None
+    [root] = tree.roots.values()
+    node = root
+    for _ in range(depth):
+        [node] = node.children.values()
+    for name, (part, layers) in engine.runner.router.arrays.items():
+        if part.unit == "page":
+            array = np.array(cache.arrays[name])
+            array[node.page :: array.shape[0] // layers] += 1.0
+            cache.arrays[name] = jax.device_put(array)
+
+
 def spoil_snapshots(engine: Engine) -> None:
     """Scale every used snapshot's state a little."""
     cache, ledger = engine.runner.cache, engine.ledger

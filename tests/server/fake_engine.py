@@ -133,6 +133,9 @@ class FakeEngine:
         entry.made[index] = -1 if delta.finish_reason else made
         return delta
 
+    def idle(self) -> bool:
+        return False
+
     def status(self) -> dict:
         self.threads.add(threading.get_ident())
         used = len(self.running)

@@ -1,0 +1,82 @@
+"""Guard: computes a sample of cache hits again, cold, and says which cached prefixes gave something else.
+
+The engine tells it of hits and asks it for checks when there is nothing else to do. A check is two requests of the
+hit's prefix and one token more, one that starts from the cached prefix and one that uses nothing of the cache.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from jhybrid.cache.node import Node, Salt
+from jhybrid.request import Delta, TokenLogprobs
+
+QUEUE = 16  # hits that wait for their check; more are let go
+COMPARED = 5  # likeliest tokens
+
+
+@dataclass
+class Check:
+    """A cached prefix under suspicion. `prompt` is the prefix and one token more."""
+
+    node: Node
+    salt: Salt
+    prompt: list[int]
+    answers: dict[bool, Delta] = field(default_factory=dict)  # by whether it was computed cold
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check came to: `worst` is the largest difference of log-probabilities; None if it proved nothing."""
+
+    check: Check
+    worst: float | None
+    is_wrong: bool
+
+
+class Guard:
+    """Chooses `rate` of all hits; log-probabilities may differ by `tolerance`."""
+
+    def __init__(self, rate: float, tolerance: float, page_size: int, seed: int = 0):
+        self.rate, self.tolerance = rate, tolerance
+        self._page_size = page_size
+        self._random = random.Random(seed)
+        self._waiting: deque[Check] = deque()
+
+    def saw(self, node: Node, salt: Salt, token_ids: list[int]) -> None:
+        """A sequence with these tokens has started from this node."""
+        if self.rate and self._random.random() < self.rate and len(self._waiting) < QUEUE:
+            self._waiting.append(Check(node, salt, token_ids[: node.depth * self._page_size + 1]))
+
+    def next(self) -> Check | None:
+        """The next check to run; those whose prefix has been forgotten meanwhile are skipped."""
+        while self._waiting:
+            check = self._waiting.popleft()
+            if check.node.alive:
+                return check
+        return None
+
+    def judge(self, check: Check) -> Verdict:
+        """Compare the two answers of a check. After a wrong one its nearest ancestor that can be hit is next."""
+        hit, cold = check.answers[False], check.answers[True]
+        depth = check.node.depth * self._page_size
+        if hit.cached_tokens != depth or not hit.logprobs or not cold.logprobs:
+            return Verdict(check, None, False)  # evicted before its turn, or ended early
+        worst = _distance(hit.logprobs[0], cold.logprobs[0])
+        is_wrong = not worst <= self.tolerance
+        if is_wrong:
+            self._suspect_ancestor(check)
+        return Verdict(check, worst, is_wrong)
+
+    def _suspect_ancestor(self, check: Check) -> None:
+        is_hybrid, node = check.node.snapshot is not None, check.node.parent
+        while node is not None and is_hybrid and node.snapshot is None:
+            node = node.parent
+        if node is not None and node.depth:
+            self._waiting.appendleft(Check(node, check.salt, check.prompt[: node.depth * self._page_size + 1]))
+
+
+def _distance(hit: TokenLogprobs, cold: TokenLogprobs) -> float:
+    """Largest difference among the hit's likeliest tokens; infinite if the cold run does not rank one of them."""
+    expected = dict(cold)
+    return max(abs(value - expected.get(token, float("inf"))) for token, value in hit[:COMPARED])
