@@ -163,7 +163,11 @@ class Runner:
             return caches, init_state(*self._sampler_shape), packed
 
         self._allocate = executables.get(
-            "allocate", allocate, (), result=(abstract, sampler), facts=(jax.tree.leaves((abstract, sampler)),)
+            "allocate",
+            allocate,
+            (),
+            result=(cache, sampler, store),
+            facts=(jax.tree.leaves((cache, sampler, store)),),
         )
         self._set_row = self._compile_set_row(sampler)
         if staged:
@@ -216,8 +220,10 @@ class Runner:
 
     def _compile_packing(self, cache: Cache, store: Store) -> None:
         moves = jax.ShapeDtypeStruct((self.memory.num_staged, 2), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-        self._pack = jax.jit(snapshots.pack, donate_argnums=1).lower(cache, store, *moves).compile()
-        self._unpack = jax.jit(snapshots.unpack, donate_argnums=0).lower(cache, store, *moves).compile()
+        arguments, facts = (cache, store, *moves), (self.router.arrays,)
+        get = self._kept.get
+        self._pack = get("pack", snapshots.pack, arguments, donate=(1,), result=store, facts=facts)
+        self._unpack = get("unpack", snapshots.unpack, arguments, donate=(0,), result=cache, facts=facts)
 
     def _moves(self, moves: list[tuple[int, int]]) -> tuple[np.ndarray, np.int32]:
         rows = np.zeros((self.memory.num_staged, 2), np.int32)

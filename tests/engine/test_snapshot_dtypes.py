@@ -12,12 +12,12 @@ from .bed import alone, caching, engine_of, greedy, poison, prompts
 
 @pytest.mark.parametrize(("dtype", "worst"), [("bfloat16", 0.02), ("int8", 0.05)])
 def test_a_hit_from_a_packed_snapshot_is_close_to_the_cold_run(dtype: str, worst: float):
-    template = engine_of("nemotron_h_moe").config
+    template = engine_of("granite_dense").config
     config = dataclasses.replace(
         template, snapshot_dtype=dtype, max_num_seqs=2, max_num_batched_tokens=16, num_pages=80
     )
     with Engine(config) as engine, caching(engine):
-        whole = engine_of("nemotron_h_moe").runner.memory
+        whole = engine_of("granite_dense").runner.memory
         memory = engine.runner.memory
         per_snapshot = (memory.snapshots - memory.num_staged * engine.model.router.bytes_per_slot) / 12
         assert per_snapshot < (0.51 if dtype == "bfloat16" else 0.4) * whole.snapshots / whole.num_snapshots
