@@ -14,6 +14,7 @@ from jhybrid.models import (
     llama,
     mamba,
     nemotron_h,
+    olmo_hybrid,
     qwen3_next,
 )
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
@@ -67,6 +68,13 @@ _ALL = (
         kimi_linear.KimiLinearConfig,
         kimi_linear.decoder,
         kimi_linear.weight_names,
+    ),
+    Family(
+        "OlmoHybridForCausalLM",
+        "olmo_hybrid",
+        olmo_hybrid.OlmoHybridConfig,
+        olmo_hybrid.decoder,
+        olmo_hybrid.weight_names,
     ),
     Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.decoder, llama.weight_names),
     Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.decoder, llama.weight_names),

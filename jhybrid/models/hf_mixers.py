@@ -50,6 +50,14 @@ def read_gated_delta(hf: HfConfig, hidden_size: int, eps: float) -> GatedDeltaSp
     )
 
 
+def read_delta_layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
+    """From `layer_types`: "delta" for a recurrent layer of these families, or "attention"."""
+    kinds = hf.layer_kinds("layer_types", allowed=("mamba", "attention"))
+    if len(kinds) != layers:
+        raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
+    return tuple("delta" if kind == "mamba" else kind for kind in kinds)
+
+
 def check_inner_size(heads: tuple[str, int], head_dim: tuple[str, int], inner: tuple[str, int]) -> None:
     """Refuse heads that do not make up the inner width; each argument is a key and its value."""
     if heads[1] * head_dim[1] != inner[1]:

@@ -21,6 +21,7 @@ from jhybrid.layers.moe import Experts, ExpertsSpec, SigmoidRouter, gated_expert
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
+from jhybrid.models.hf_mixers import read_delta_layer_kinds
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -186,10 +187,7 @@ def _moe_names(hub: str, path: tuple[str, ...], moe: MoeSpec) -> list[TensorName
 def _layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
     """From the layers numbered from 1 under `linear_attn_config`, or from `layer_types`."""
     if hf.has("layer_types"):
-        kinds = hf.layer_kinds("layer_types", allowed=("mamba", "attention"))
-        if len(kinds) != layers:
-            raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
-        return tuple("delta" if kind == "mamba" else kind for kind in kinds)
+        return read_delta_layer_kinds(hf, layers)
     nested = hf.section("linear_attn_config")
     delta, full = nested.items("kda_layers"), nested.items("full_attn_layers")
     if sorted([*delta, *full]) != list(range(1, layers + 1)):

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
-from jhybrid.errors import ConfigError
 from jhybrid.layers.attention import Attention, AttentionSpec, attention_names
 from jhybrid.layers.decoder import Decoder
 from jhybrid.layers.gated_delta import GatedDelta, GatedDeltaSpec, gated_delta_names
@@ -23,7 +22,7 @@ from jhybrid.layers.moe import Experts, ExpertsSpec, SoftmaxRouter, gated_expert
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
-from jhybrid.models.hf_mixers import read_attention, read_gated_delta, read_head_dim
+from jhybrid.models.hf_mixers import read_attention, read_delta_layer_kinds, read_gated_delta, read_head_dim
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -252,13 +251,10 @@ def _moe_names(hubs: tuple[str, ...], path: tuple[str, ...], moe: MoeSpec) -> li
 
 def _layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
     """From `layer_types`, else every `full_attention_interval`th layer is attention."""
-    if not hf.has("layer_types"):
-        interval = hf.integer("full_attention_interval", default=4)
-        return tuple("delta" if (i + 1) % interval else "attention" for i in range(layers))
-    kinds = hf.layer_kinds("layer_types", allowed=("mamba", "attention"))
-    if len(kinds) != layers:
-        raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
-    return tuple("delta" if kind == "mamba" else kind for kind in kinds)
+    if hf.has("layer_types"):
+        return read_delta_layer_kinds(hf, layers)
+    interval = hf.integer("full_attention_interval", default=4)
+    return tuple("delta" if (i + 1) % interval else "attention" for i in range(layers))
 
 
 def _moe_spec(hf: HfConfig, hidden: int, activation: str) -> MoeSpec:

@@ -49,6 +49,9 @@ NEEDED = {
     "mamba": "vocab_size hidden_size layer_norm_epsilon num_hidden_layers state_size time_step_rank conv_kernel "
     "use_conv_bias use_bias hidden_act residual_in_fp32",
     "falcon_mamba": "vocab_size hidden_size state_size time_step_rank",
+    "olmo_hybrid": "vocab_size hidden_size rms_norm_eps layer_types num_hidden_layers hidden_act intermediate_size "
+    "max_position_embeddings num_attention_heads linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+    "linear_value_head_dim linear_conv_kernel_dim",
     "llama": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
     "max_position_embeddings",
     "qwen3": "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size rms_norm_eps hidden_act "
@@ -204,6 +207,16 @@ def test_automatic_and_given_sizes_of_mamba_agree():
     assert read(raw | {"time_step_rank": 3}) == config
 
 
+def test_switches_of_olmo_hybrid():
+    raw = raw_of("olmo_hybrid")
+    config = read(raw)
+    assert config.attention.rope is not None
+    for absent in (None, {}, {"rope_type": "default", "rope_theta": None}):
+        assert read(raw | {"rope_parameters": absent}).attention.rope is None
+    assert config.delta.beta_scale == 2.0
+    assert read(raw | {"linear_allow_neg_eigval": False}).delta.beta_scale == 1.0
+
+
 @pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])
 def test_spellings_of_infinity(text: str):
     raw = json.loads(json.dumps(raw_of("mamba2")).replace('{"__float__": "Infinity"}', text))
@@ -260,6 +273,7 @@ REFUSED = [
     ("jamba", {"sliding_window": 64}, "sliding_window: 64 is not implemented"),
     ("jamba", {"mamba_dt_rank": "full"}, "mamba_dt_rank: must be an integer, got 'full'"),
     ("mamba", {"hidden_act": "relu2"}, "hidden_act: 'relu2' is not implemented"),
+    ("olmo_hybrid", {"layer_types": ["conv"] * 5}, r"layer_types\[0\]: layer kind 'conv'"),
     ("mamba2", {"time_step_limit": [0.1, 0.01]}, r"time_step_limit: must be \[low, high\]"),
     ("llama", {"hidden_size": "48"}, "hidden_size: must be an integer, got '48'"),
     ("llama", {"num_key_value_heads": 4}, "num_attention_heads: 6 is not a multiple of num_key_value_heads=4"),
