@@ -34,6 +34,7 @@ class AttentionSpec:
     qk_norm_whole: bool = False  # one norm over all heads of q, and one over those of k
     gated: bool = False  # the output of each head is multiplied by the sigmoid of a projection of its own
     sliding_window: int | None = None
+    out_size: int | None = None  # width of the output where it is not the hidden size
 
     @property
     def heads(self) -> dict[str, int]:
@@ -57,11 +58,16 @@ class Attention(nn.Module):
     out_std: float = INIT_STD
 
     @nn.compact
-    def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
-        """x [T, M] -> [T, M]."""
-        spec = self.spec
+    def __call__(
+        self, x: Array, cache: AnyCache, spans: Spans, *, added: Array | None = None, layer_id: int | None = None
+    ) -> tuple[Array, AnyCache]:
+        """x [T, M] -> [T, M]. A mixer that layers share is told by each its `layer_id`, and what is `added` to the
+        output of `qkv_proj`.
+        """
+        spec, layer_id = self.spec, self.layer_id if layer_id is None else layer_id
         queries, width = spec.num_heads, sum(spec.heads.values())
         qkv = Linear(width * spec.head_dim, spec.hidden_size, self.dtype, spec.qkv_bias, name="qkv_proj")(x)
+        qkv = qkv if added is None else qkv + added
         qkv = qkv.reshape(-1, width, spec.head_dim)  # [T, Hq + 2 Hkv (+ Hq), Dh]
         ends = [queries, queries + spec.num_kv_heads, queries + 2 * spec.num_kv_heads]
         q, k, v, gate = jnp.split(qkv, ends, axis=1)
@@ -69,15 +75,15 @@ class Attention(nn.Module):
         if spec.rope is not None:
             positions = spans.positions()
             q, k = spec.rope(q, positions), spec.rope(k, positions)
-        pages, base = cache.open(self.layer_id, "kv")
+        pages, base = cache.open(layer_id, "kv")
         o, pages = paged_attention(
             q, k, v, pages, spans, scale=spec.scale, sliding_window=spec.sliding_window, base=base
         )
-        cache = cache.put(self.layer_id, "kv", pages)
+        cache = cache.put(layer_id, "kv", pages)
         if spec.gated:
             o = o * jax.nn.sigmoid(gate)
         out = Linear(
-            spec.hidden_size,
+            spec.out_size or spec.hidden_size,
             queries * spec.head_dim,
             self.dtype,
             spec.out_bias,

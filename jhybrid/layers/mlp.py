@@ -1,6 +1,7 @@
 """Mlp: up, activation, down; gated (SwiGLU) or not."""
 
 from collections.abc import Callable
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -17,7 +18,12 @@ def relu2(x: Array) -> Array:
 
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu2": relu2, "sigmoid": jax.nn.sigmoid}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "relu2": relu2,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "sigmoid": jax.nn.sigmoid,
+}
 
 
 def activate(h: Array, activation: str, gated: bool, gate_multiplier: float = 1.0) -> Array:
@@ -42,14 +48,15 @@ class Mlp(nn.Module):
     gate_multiplier: float = 1.0
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
-        """x [T, M] -> [T, M]."""
+    def __call__(self, x: Array, added: Array | None = None) -> Array:
+        """x [T, M] -> [T, M]; `added` is, to the output of the first projection."""
         name, width = ("gate_up_proj", 2) if self.gated else ("up_proj", 1)
         up = Linear(width * self.intermediate_size, self.hidden_size, self.dtype, self.bias, name=name)
         down = Linear(
             self.hidden_size, self.intermediate_size, self.dtype, self.bias, init_std=self.out_std, name="down_proj"
         )
-        return down(activate(up(x), self.activation, self.gated, self.gate_multiplier))
+        h = up(x) if added is None else up(x) + added
+        return down(activate(h, self.activation, self.gated, self.gate_multiplier))
 
 
 def mlp_names(hubs: tuple[str, ...], path: tuple[str, ...], *, bias: bool) -> list[TensorName]:

@@ -16,6 +16,7 @@ from jhybrid.models import (
     nemotron_h,
     olmo_hybrid,
     qwen3_next,
+    zamba2,
 )
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
 from jhybrid.models.hf_config import load_json
@@ -76,6 +77,7 @@ _ALL = (
         olmo_hybrid.decoder,
         olmo_hybrid.weight_names,
     ),
+    Family("Zamba2ForCausalLM", "zamba2", zamba2.Zamba2Config, zamba2.decoder, zamba2.weight_names),
     Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.decoder, llama.weight_names),
     Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.decoder, llama.weight_names),
 )

@@ -21,6 +21,7 @@ LAYER_KINDS = {
     "attention": "attention",
     "full_attention": "attention",
     "conv": "conv",
+    "hybrid": "hybrid",
     "mlp": "mlp",
     "moe": "moe",
 }

@@ -135,6 +135,22 @@ QWEN_MOE = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 40,
 }
+ZAMBA2 = {
+    "model_type": "zamba2",
+    "vocab_size": 263,
+    "hidden_size": 48,
+    "num_hidden_layers": 6,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "linear_attention"],
+    "num_mem_blocks": 2,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 6,
+    "chunk_size": 32,
+    "intermediate_size": 72,
+    "num_attention_heads": 6,
+    "adapter_rank": 5,
+    "max_position_embeddings": 512,
+}
 MAMBA1 = {"vocab_size": 263, "hidden_size": 48, "num_hidden_layers": 5, "state_size": 8, "time_step_rank": 5}
 MODELS: dict[str, dict] = {
     "nemotron_h_moe": {**NEMOTRON_H_MOE, "hybrid_override_pattern": "ME*M-MEM"},
@@ -295,6 +311,17 @@ MODELS: dict[str, dict] = {
         "pad_token_id": None,
         "eos_token_id": None,
     },
+    "zamba2": ZAMBA2,
+    "zamba2_rope": {
+        **ZAMBA2,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "add_bias_linear": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+    },
     "mamba2": {
         "model_type": "mamba2",
         "vocab_size": 263,
@@ -362,7 +389,7 @@ def build(spec: dict, seed: int) -> PreTrainedModel:
             if type(module).__name__ in CENTRED_NORMS:
                 module.weight.sub_(1.0)
         slow_down(model)
-        limit_time_steps(model, getattr(model.config, "time_step_limit", None))
+        limit_time_steps(model, getattr(model.config, "time_step_limit", (0.0, math.inf)))
         probe = torch.randint(3, config.vocab_size, (1, PROMPT_LENGTH), generator=generator)
         last, scale = final_norm(model), 1.0 / model(probe, use_cache=False).logits.std()
         offset = 1.0 if type(last).__name__ in CENTRED_NORMS else 0.0
@@ -394,6 +421,8 @@ def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tens
         return 0.25 * normal  # small, or a tied head would only repeat the last token
     if "conv1d" in name:
         return 0.5 * normal
+    if name.endswith(".linear.weight"):  # zamba2: a norm without residual behind averages amplifies rounding
+        return normal * 0.05 / math.sqrt(shape[-1])
     return normal * 1.3 / math.sqrt(shape[-1])
 
 
@@ -423,8 +452,8 @@ def step_sizes(mixer: torch.nn.Module) -> tuple[torch.nn.Linear, slice | torch.T
 
 
 def limit_time_steps(model: PreTrainedModel, limit: tuple[float, float] | None) -> None:
-    """Clamp dt to `limit` in every Mamba2 layer. nemotron_h clamps to time_step_min instead, which its own decode
-    does not do; the published meaning is time_step_limit."""
+    """Clamp dt to `limit` in every Mamba2 layer. nemotron_h and zamba2 clamp to time_step_min instead, which their own
+    decode does not do; the published meaning is time_step_limit."""
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = tuple(limit)

@@ -46,6 +46,9 @@ NEEDED = {
     "jamba": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size num_attention_heads "
     "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset num_experts num_experts_per_tok "
     "mamba_expand mamba_d_state mamba_dt_rank mamba_d_conv mamba_conv_bias mamba_proj_bias max_position_embeddings",
+    "zamba2": "vocab_size hidden_size rms_norm_eps num_hidden_layers layers_block_type mamba_ngroups mamba_expand "
+    "n_mamba_heads mamba_d_state mamba_d_conv num_attention_heads hidden_act add_bias_linear num_mem_blocks "
+    "adapter_rank use_shared_attention_adapter use_mem_rope max_position_embeddings",
     "mamba": "vocab_size hidden_size layer_norm_epsilon num_hidden_layers state_size time_step_rank conv_kernel "
     "use_conv_bias use_bias hidden_act residual_in_fp32",
     "falcon_mamba": "vocab_size hidden_size state_size time_step_rank",
@@ -93,7 +96,7 @@ def test_parts_of_every_layer(name: str):
     kinds = getattr(config, "layer_kinds", (KIND_OF_ALL_LAYERS.get(model_type, "attention"),) * config.num_layers)
     names = {"mamba": ["conv", "ssm"], "attention": ["kv"], "conv": ["conv"], "mlp": [], "moe": []}
     names["delta"] = ["conv", "delta"]
-    names["parallel"] = names["mamba"] + names["attention"]
+    names["parallel"] = names["hybrid"] = names["mamba"] + names["attention"]
     assert [[p.name for p in layer] for layer in parts] == [names[kind] for kind in kinds]
     shapes = {p.name: (p.unit, p.shape, p.dtype) for layer in parts for p in layer}
     if model_type in ("jamba", "mamba", "falcon_mamba"):
@@ -269,6 +272,10 @@ REFUSED = [
     ("kimi_linear", {"mlp_layer_types": ["dense"] * 3 + ["none"]}, "mlp_layer_types: must be `dense` or `sparse`"),
     ("kimi_linear", {"num_experts_per_token": 5}, "num_experts_per_token: must be between 1 and 4"),
     ("kimi_linear", {"num_expert_group": 8}, "num_expert_group: 8 groups of 8 experts"),
+    ("zamba2", {"use_long_context": True}, "use_long_context: True is not implemented"),
+    ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads: 2 is not implemented"),
+    ("zamba2", {"layers_block_type": ["hybrid"]}, "layers_block_type: names 1 layers, but num_hidden_layers is 6"),
+    ("zamba2", {"n_mamba_heads": 10}, "n_mamba_heads: 10 heads do not divide"),
     ("jamba", {"attn_layer_offset": 4}, "attn_layer_offset: must be between 0 and 3"),
     ("jamba", {"sliding_window": 64}, "sliding_window: 64 is not implemented"),
     ("jamba", {"mamba_dt_rank": "full"}, "mamba_dt_rank: must be an integer, got 'full'"),
