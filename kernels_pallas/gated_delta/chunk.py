@@ -12,7 +12,10 @@ from jax import Array, lax
 from kernels_pallas.decays import SplitSum, decay_between, split_cumsum
 
 HIGHEST = lax.Precision.HIGHEST
-BLOCK = 16  # tokens of a block: inverted by rows, and with decays per channel formed pair by pair
+BLOCK = 16  # tokens of a block that is inverted row by row
+PAIRS = 4  # tokens of a block in which decays per channel are formed pair by pair
+
+Blocks = tuple[Array, ...]  # left, k, exact and small sums of tokens, each [H, n, size, ...] for n blocks of tokens
 
 
 def chunk_update(
@@ -93,30 +96,53 @@ def _decayed_products(left: Array, k: Array, sums: SplitSum) -> Array:
         products = jnp.repeat(_product(left, jnp.swapaxes(k, 1, 2)), H // Hk, axis=0)
         return (products.reshape(H, 2, Q, Q) * between[:, None]).reshape(H, 2 * Q, Q)
     left, k = (jnp.repeat(a, H // Hk, axis=0) for a in (left, k))
-    rows = [_block_row(left.reshape(H, 2, Q, dk), k, sums, at) for at in range(0, Q, BLOCK)]
-    return jnp.concatenate(rows, axis=2).reshape(H, 2 * Q, Q)
+    left = left.reshape(H, 2, Q, dk).swapaxes(1, 2)  # [H, Q, 2, dk]
+    return _by_channel((left, k, *sums)).swapaxes(1, 2).reshape(H, 2 * Q, Q)
 
 
-def _block_row(left: Array, k: Array, sums: SplitSum, start: int) -> Array:
-    """[H, 2, BLOCK or less, Q]: the products' rows from `start` on, with decays per channel; left [H,2,Q,dk].
+def _by_channel(tokens: Blocks) -> Array:
+    """[H, Q, 2, Q]: the products with decays per channel, for what each of Q tokens has to the left, 2 rows.
 
-    Tokens before the block meet it through the sum at its start: of both factors' decays none is above 1. Within
-    the block there is no such point between all pairs, so each pair's decay is formed by itself.
+    `tokens` are left [H, Q, 2, dk], k and the exact and small sums [H, Q, dk]. They are cut to blocks, and blocks
+    joined two by two.
     """
-    (H, Q, dk), stop = k.shape, min(start + BLOCK, k.shape[1])
-    size, here = stop - start, _at(sums, start, stop)
-    later, earlier = ((here[0][at], here[1][at]) for at in (jnp.s_[:, :, None], jnp.s_[:, None]))
-    causal = jnp.tril(jnp.ones((size, size), bool))[:, :, None]
-    between = decay_between(later, earlier, causal) * k[:, None, start:stop]  # [H, i, j, dk]
-    within = jnp.einsum("hxid,hijd->hxij", left[:, :, start:stop], between, precision=HIGHEST)
-    after = jnp.zeros((H, 2, size, Q - stop))
-    if start == 0:
-        return jnp.concatenate([within, after], axis=3)
-    border = _at(sums, start - 1, start)
-    near = (left[:, :, start:stop] * decay_between(here, border)[:, None]).reshape(H, 2 * size, dk)
-    far = k[:, :start] * decay_between(border, _at(sums, 0, start))
-    before = _product(near, jnp.swapaxes(far, 1, 2)).reshape(H, 2, size, start)
-    return jnp.concatenate([before, within, after], axis=3)
+    H, Q = tokens[0].shape[:2]
+    blocks = 1 << (-(-Q // PAIRS) - 1).bit_length()
+    room = blocks * PAIRS - Q
+    # what is added repeats the last token, so that no decay is above 1
+    padded = (jnp.pad(a, [(0, 0), (0, room)] + [(0, 0)] * (a.ndim - 2), mode="edge") for a in tokens)
+    cut = tuple(a.reshape(H, blocks, PAIRS, *a.shape[2:]) for a in padded)
+    products = _pair_by_pair(cut)
+    while products.shape[1] > 1:
+        products, cut = _joined(products, cut)
+    return products[:, 0, :Q, :, :Q]
+
+
+def _pair_by_pair(tokens: Blocks) -> Array:
+    """[H, n, size, 2, size]: products within blocks, the decay of each pair of tokens formed by itself."""
+    left, k, *sums = tokens
+    size = k.shape[2]
+    later, earlier = ((sums[0][at], sums[1][at]) for at in (jnp.s_[:, :, :, None], jnp.s_[:, :, None]))
+    between = decay_between(later, earlier, jnp.tril(jnp.ones((size, size), bool))[:, :, None])
+    return jnp.einsum("hnixd,hnijd->hnixj", left, between * k[:, :, None], precision=HIGHEST)
+
+
+def _joined(products: Array, tokens: Blocks) -> tuple[Array, Blocks]:
+    """The products within blocks of twice the size, and those blocks.
+
+    Tokens of two neighbours meet through the sums at their border: of both factors' decays none is above 1.
+    """
+    H, n, size = tokens[1].shape[:3]
+    pairs = [a.reshape(H, n // 2, 2, *a.shape[2:]) for a in (*tokens, products)]
+    (_, k, *first, upper), (left, _, *second, lower) = ([a[:, :, i] for a in pairs] for i in (0, 1))
+    border = (first[0][:, :, -1:], first[1][:, :, -1:])
+    near = left * decay_between((second[0], second[1]), border)[:, :, :, None]
+    far = k * decay_between(border, (first[0], first[1]))
+    across = jnp.einsum("hnixd,hnjd->hnixj", near, far, precision=HIGHEST)
+    upper = jnp.concatenate([upper, jnp.zeros_like(across)], axis=4)
+    lower = jnp.concatenate([across, lower], axis=4)
+    joined = tuple(a.reshape(H, n // 2, 2 * size, *a.shape[3:]) for a in tokens)
+    return jnp.concatenate([upper, lower], axis=2), joined
 
 
 def _at(sums: SplitSum, start: int, stop: int) -> SplitSum:
