@@ -12,6 +12,7 @@ Every `# [T, H, P]` comment and every jaxtyping annotation in this project reads
 | `W` | page-table width: most pages of one sequence |
 | `M` | model width (hidden size) |
 | `H`, `P`, `N`, `G` | Mamba2: heads, head dim, state size, B/C groups |
+| `H`, `Hk`, `dk`, `dv` | gated delta rule: value heads, key heads, widths of a key and of a value |
 | `K` | taps of a causal convolution |
 | `Hq`, `Hkv`, `Dh` | attention: query heads, key/value heads, head dim |
 | `E`, `I` | experts, width inside an expert or MLP |
