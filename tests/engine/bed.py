@@ -25,6 +25,7 @@ MODELS = (
     "lfm2",
     "qwen3_5_moe",
     pytest.param("qwen3_next", marks=pytest.mark.slow),
+    pytest.param("kimi_linear", marks=pytest.mark.slow),
     pytest.param("falcon_h1", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
     pytest.param("mamba2", marks=pytest.mark.slow),
@@ -34,6 +35,7 @@ HYBRIDS = (
     "lfm2",
     "qwen3_5_moe",
     pytest.param("qwen3_next", marks=pytest.mark.slow),
+    pytest.param("kimi_linear", marks=pytest.mark.slow),
     pytest.param("falcon_h1", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
 )
