@@ -1,10 +1,10 @@
 """Prefix caching: hit rates of policies at equal memory, what the books cost, and what a hit saves.
 
-    python benchmarks/prefix_cache.py [--only traces books turn dtypes] [--output benchmarks/results/prefix_cache.json]
+    python benchmarks/prefix_cache.py [--only traces books turn dtypes] [--output FILE.json]
 
-`traces` replays synthetic traces (`traces.py`) on the ledger alone, with the shape of an 8B hybrid: no device is needed.
-`books` times matching and publishing with 100,000 cached nodes. `turn` is the time to the first token of the second turn
-of a 2,000-token chat on the demo model, hit against cold. `dtypes` compares ways of storing snapshots.
+`traces` replays synthetic traces (`traces.py`) on the ledger alone, with the shape of an 8B hybrid; it needs no device.
+`books` times matching and publishing with 100,000 cached nodes. `turn` is the time to the first token of the second
+turn of a 2,000-token chat on the demo model, hit against cold. `dtypes` compares ways of storing snapshots.
 """
 
 import argparse
@@ -237,9 +237,9 @@ def dtypes() -> dict:
                 for a, b in zip(cold.logprobs[:upto], hit.logprobs[:upto], strict=True):
                     differences += [abs(value - dict(b)[token]) for token, value in a if token in dict(b)]
                 engine.flush_cache()
-            memory = engine.runner.memory
+            memory, state_bytes = engine.runner.memory, engine.model.router.bytes_per_slot
         figures[dtype] = {
-            "bytes_per_snapshot": memory.snapshots // memory.num_snapshots if dtype == "auto" else None,
+            "bytes_per_snapshot": (memory.snapshots - memory.num_staged * state_bytes) // memory.num_snapshots,
             "largest_logprob_difference": max(differences),
             "mean_logprob_difference": statistics.fmean(differences),
             "agents_hit_rate_10_GB": run_trace(agents, Ledger, "flop_aware", 10e9, int(STATE_BYTES * share)) / asked,
