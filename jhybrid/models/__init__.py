@@ -28,6 +28,7 @@ _ALL = (
         nemotron_h.NemotronHConfig,
         nemotron_h.decoder,
         nemotron_h.weight_names,
+        also=("NemotronH_Omni_Reasoning_V3", "nemotron_h_omni"),
     ),
     Family(
         "GraniteMoeHybridForCausalLM",

@@ -5,7 +5,7 @@ Where that differs from itself we follow the published meaning: the step size is
 prefill and decode alike (transformers clamps to `time_step_min` in passes of several tokens only).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -73,6 +73,8 @@ class NemotronHConfig:
     def from_hf(cls, raw: dict[str, Any]) -> "NemotronHConfig":
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
+        for wrapper in ("text_config", "llm_config"):  # of Nemotron 3 Omni, now and as published
+            hf = hf.section(wrapper) if hf.has(wrapper) else hf
         kinds = _layer_kinds(hf)
         hidden, eps = hf.integer("hidden_size"), hf.number("layer_norm_epsilon", "rms_norm_eps")
         activation = hf.activation("mlp_hidden_act")
@@ -218,7 +220,9 @@ def decoder(config: NemotronHConfig, dtype: jnp.dtype) -> Decoder:
 
 
 def weight_names(config: NemotronHConfig) -> list[TensorName]:
-    """Where each tensor of a checkpoint goes: `backbone.` on the hub, `model.` in memory of transformers 5."""
+    """Where each tensor of a checkpoint goes: `backbone.` on the hub, `model.` in memory of transformers 5; beside
+    towers for images and sound all have `language_model.` before that.
+    """
     embedding = ("backbone.embeddings.weight", "model.embeddings.weight")
     names = vocabulary_names(embedding, ("vocabulary",), tied=config.tie_word_embeddings)
     for i, kind in enumerate(config.layer_kinds):
@@ -236,7 +240,7 @@ def weight_names(config: NemotronHConfig) -> list[TensorName]:
         else:
             names += mlp_names(mixer_hubs, mixer_path, bias=config.mlp_bias)
     names.append(TensorName(("backbone.norm_f.weight", "model.norm_f.weight"), ("final_norm", "weight")))
-    return names
+    return [replace(n, names=(*n.names, *(f"language_model.{name}" for name in n.names))) for n in names]
 
 
 def _moe_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: MoeSpec, bias: bool) -> list[TensorName]:

@@ -29,7 +29,13 @@ from jhybrid.weights.safetensors import load_safetensors
 log = logging.getLogger("jhybrid")
 
 DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
-IGNORED = (r"(model\.)?mtp\..*", r"model\.visual\..*", r".*rotary_emb\.inv_freq")
+IGNORED = (
+    r"((language_)?model\.)?mtp\..*",
+    r"model\.visual\..*",
+    r"(vision_model|vision_final_layernorm|mlp1|multi_modal_projector)\..*",
+    r"(audio_tower|embed_audio|sound_encoder|sound_projection)\..*",
+    r".*rotary_emb\.inv_freq",
+)
 UNLIMITED_MODEL_LEN = 32768  # for models that nothing limits, unless max_model_len says otherwise
 
 

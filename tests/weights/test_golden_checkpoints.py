@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jhybrid.config import EngineConfig
 from jhybrid.models import abstract_params, family_for, read_config
 from jhybrid.weights.export import export_huggingface
-from jhybrid.weights.load import IGNORED
+from jhybrid.weights.load import IGNORED, load_model
 from jhybrid.weights.safetensors import load_safetensors
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -66,3 +67,19 @@ def test_kimi_as_published(tmp_path):
     save_file(published, tmp_path / "model.safetensors")
     got, want = (load(directory, "kimi_linear") for directory in (tmp_path, GOLDEN / "kimi_linear"))
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_text_model_of_an_omni_checkpoint(tmp_path):
+    """Nemotron 3 Omni wraps a Nemotron-H; its towers and multi-token prediction are left alone."""
+    raw = json.loads((GOLDEN / "nemotron_h_latent" / "config.json").read_text())
+    tensors = load_file(GOLDEN / "nemotron_h_latent" / "model.safetensors")
+    extra = ["language_model.mtp.layers.0.mixer.q_proj.weight", "vision_model.blocks.0.weight", "mlp1.1.weight"]
+    wrapped = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(wrapped | dict.fromkeys(extra, np.zeros((2, 2), np.float32)), tmp_path / "model.safetensors")
+    for key in ("llm_config", "text_config"):
+        whole = {"architectures": ["NemotronH_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni", key: raw}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        assert read_config(tmp_path) == read_config(GOLDEN / "nemotron_h_latent")
+    params = load_model(EngineConfig(model=str(tmp_path), dtype="float32")).params
+    assert params["vocabulary"]["lm_head"].shape == (263, 48)
+    np.testing.assert_array_equal(params["final_norm"]["weight"], tensors["backbone.norm_f.weight"])
