@@ -21,9 +21,11 @@ from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
 from jhybrid.executables import Executables
 from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, read_config
+from jhybrid.models.hf_config import load_json
 from jhybrid.runner import Runner
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from jhybrid.weights.orbax import is_orbax, load_orbax
+from jhybrid.weights.quantised import read_quantisation
 from jhybrid.weights.safetensors import load_safetensors
 
 log = logging.getLogger("jhybrid")
@@ -85,7 +87,9 @@ def find_model(model: str) -> Path:
 
 def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple[Part, ...]], str]:
     """A model's config, module, the cache parts of its layers, and dtype. Reads no weights."""
-    model_config = read_config(find_model(config.model))
+    directory = find_model(config.model)
+    model_config = read_config(directory)
+    read_quantisation(load_json(directory / "config.json"))  # refuses what the loader cannot read
     dtype = _dtype(config.dtype)
     module = family_for(model_config).module(model_config, jnp.dtype(dtype))
     # XLA's CPU code updates a 16-bit array by way of float32 copies of the whole of it.
@@ -119,7 +123,8 @@ def load_model(config: EngineConfig) -> Model:
     else:
         names = family_for(model_config).weight_names(model_config)
         ignored = (*IGNORED, r"lm_head\.weight") if model_config.tie_word_embeddings else IGNORED
-        params = load_safetensors(directory, shapes, names, ignored=ignored)
+        quantised = read_quantisation(load_json(directory / "config.json"))
+        params = load_safetensors(directory, shapes, names, ignored=ignored, quantised=quantised)
     tokenizer = load_tokenizer(directory)
     own = tokenizer.eos_token_ids[:1] if tokenizer else ()
     model = Model(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from jhybrid.errors import WeightsError
 from jhybrid.weights.names import TensorName
 from jhybrid.weights.places import Coverage, dotted, leaves, nest, same_but_for_ones, slices, stored_shape, taken, whole
+from jhybrid.weights.quantised import EIGHT_BIT, BlockScales, read_eight_bits
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,13 +75,15 @@ def load_safetensors(
     names: Sequence[TensorName],
     *,
     ignored: Sequence[str] = (),
+    quantised: BlockScales | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Read the checkpoint in `directory` into the tree of `abstract_params`.
 
     `abstract_params` is a nested dict of `jax.ShapeDtypeStruct`; each leaf's dtype is converted to, and its
     sharding, if it has one, is where it goes. `names` must fill every element exactly once. `ignored` are regular
-    expressions; a tensor that no name wants and one of them matches in full is left alone. `progress` draws a bar.
+    expressions; a tensor that no name wants and one of them matches in full is left alone. `quantised` says how
+    tensors of 8 bits are scaled. `progress` draws a bar.
 
     Returns a nested dict of jax arrays. Host memory above the model itself stays at about one parameter.
 
@@ -91,8 +94,8 @@ def load_safetensors(
     files, indexed = _shards(directory)
     stored = _read_headers(files, indexed)
     targets = dict(leaves(abstract_params))
-    chosen = _match(directory, targets, names, stored, ignored)
-    return nest(_stream(files, stored, targets, chosen, progress))
+    chosen = _match(directory, targets, names, stored, ignored, quantised)
+    return nest(_stream(files, stored, targets, chosen, quantised, progress))
 
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
@@ -185,6 +188,7 @@ def _match(
     names: Sequence[TensorName],
     stored: Mapping[str, Stored],
     ignored: Sequence[str],
+    quantised: BlockScales | None,
 ) -> dict[str, list[TensorName]]:
     """Checkpoint tensor -> the places it fills. Raises WeightsError with all faults together."""
     faults = Faults()
@@ -212,7 +216,8 @@ def _match(
     for tensor, places in chosen.items():
         assert whole(places), f"{tensor} is not used wholly and once: {places}"
     harmless = [re.compile(pattern) for pattern in ignored]
-    faults.unexpected += [n for n in stored if n not in chosen and not any(p.fullmatch(n) for p in harmless)]
+    used = chosen.keys() | _check_scales(chosen, stored, quantised, faults)
+    faults.unexpected += [n for n in stored if n not in used and not any(p.fullmatch(n) for p in harmless)]
     faults.report(directory)
     return chosen
 
@@ -222,8 +227,35 @@ def _check_fit(spelling: str, found: Stored, name: TensorName, target: Any, faul
     shape = stored_shape(name, tuple(target.shape))
     if not same_but_for_ones(found.shape, shape):
         faults.misshapen.append(f"{spelling}: {list(found.shape)}, {dotted(name.path)} needs {list(shape)}")
-    if found.dtype not in FLOATS:
+    if found.dtype not in (*FLOATS, EIGHT_BIT):
         faults.unreadable.append(f"{spelling}: {found.dtype}, only {', '.join(FLOATS)} are read")
+
+
+def _check_scales(
+    tensors: Iterable[str], stored: Mapping[str, Stored], quantised: BlockScales | None, faults: Faults
+) -> set[str]:
+    """The scales that belong to tensors of 8 bits. Notes a tensor without, and scales of a wrong shape or dtype."""
+    scales = set()
+    for tensor in tensors:
+        if stored[tensor].dtype != EIGHT_BIT:
+            continue
+        if quantised is None:
+            faults.unreadable.append(f"{tensor}: {EIGHT_BIT}, but config.json has no quantization_config")
+            continue
+        if len(stored[tensor].shape) < 2:
+            faults.unreadable.append(
+                f"{tensor}: {EIGHT_BIT} of shape {list(stored[tensor].shape)}, which has no blocks"
+            )
+            continue
+        name, shape = quantised.scale_name(tensor), quantised.scale_shape(stored[tensor].shape)
+        scales.add(name)
+        if name not in stored:
+            faults.missing.append(name)
+        elif stored[name].shape != shape:
+            faults.misshapen.append(f"{name}: {list(stored[name].shape)}, {tensor} needs {list(shape)}")
+        elif stored[name].dtype not in FLOATS:
+            faults.unreadable.append(f"{name}: {stored[name].dtype}, only {', '.join(FLOATS)} are read")
+    return scales
 
 
 class Filling:
@@ -253,6 +285,7 @@ def _stream(
     stored: Mapping[str, Stored],
     targets: Mapping[tuple[str, ...], Any],
     chosen: Mapping[str, Sequence[TensorName]],
+    quantised: BlockScales | None,
     progress: bool,
 ) -> dict[tuple[str, ...], jax.Array]:
     """Read shard after shard, within a shard parameter after parameter, so that few buffers are open at once."""
@@ -265,11 +298,22 @@ def _stream(
         for path, tensors in by_file.items():
             with _opened(path) as file:
                 for tensor in tensors:
-                    array = file.get_tensor(tensor)
+                    if quantised is not None and stored[tensor].dtype == EIGHT_BIT:
+                        array = _expanded(tensor, stored, quantised)
+                    else:
+                        array = file.get_tensor(tensor)
                     for name in chosen[tensor]:
                         filling.put(name, array)
                     bar.advance(task)
     return filling.params
+
+
+def _expanded(tensor: str, stored: Mapping[str, Stored], quantised: BlockScales) -> np.ndarray:
+    """The numbers that a tensor of 8 bits stands for; its scales may lie in another shard."""
+    name = quantised.scale_name(tensor)
+    with _opened(stored[name].file) as file:
+        scales = file.get_tensor(name)
+    return quantised.expand(read_eight_bits(stored[tensor].file, tensor), scales)
 
 
 def _listing(what: str, names: Sequence[str]) -> str:
