@@ -311,13 +311,14 @@ class Packer:
         scores = False
         for i, item in enumerate(items):
             sequence = item.sequence
-            if sequence.prompt_logprobs is None or item.first_pos + 1 >= sequence.prompt_len:
+            if sequence.prompt_logprobs is None:
                 continue
-            end = min(item.first_pos + item.num_tokens + 1, sequence.prompt_len)
-            wanted = sequence.token_ids[item.first_pos + 1 : end]
-            start = field["query_start"][i]
-            field["targets"][start : start + len(wanted)] = wanted
-            scores = True
+            first = max(item.first_pos + 1, sequence.request.sampling.prompt_logprobs_from)
+            wanted = sequence.token_ids[first : min(item.first_pos + item.num_tokens + 1, sequence.prompt_len)]
+            if wanted:
+                start = field["query_start"][i] + first - 1 - item.first_pos
+                field["targets"][start : start + len(wanted)] = wanted
+                scores = True
         return scores
 
     def _pack_rows(self, field: dict[str, np.ndarray], items: list[Item], rows: np.ndarray) -> None:

@@ -430,10 +430,21 @@ class Engine:
             flight, self._flight = self._flight, None
             self._told += self._land(flight)
 
-    def score(self, sequences: list[list[int]]) -> list[list[float | None]]:
-        """Log-probability of each token given those before it; the first of each sequence has none (None)."""
-        sampling = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        outputs = self.generate([Request(prompt_token_ids=tokens, sampling=sampling) for tokens in sequences])
+    def score(self, sequences: list[list[int]], starts: list[int] | None = None) -> list[list[float | None]]:
+        """Log-probability of each token given those before it; the first of each sequence has none (None).
+
+        With `starts`, only those from an index on, None before it: what comes before can then be shared between
+        sequences by the prefix cache, and is marked to be.
+        """
+        if starts is not None and len(starts) != len(sequences):
+            raise RequestError("starts", f"{len(starts)} given for {len(sequences)} sequences; give one for each")
+        requests = []
+        for i, tokens in enumerate(sequences):
+            start = 0 if starts is None else starts[i]
+            sampling = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=start)
+            marks = [start - 1] if 1 < start <= len(tokens) else []
+            requests.append(Request(prompt_token_ids=tokens, sampling=sampling, snapshot_at=marks))
+        outputs = self.generate(requests)
         scores: list[list[float | None]] = []
         for output in outputs:
             if output.prompt_logprobs is None:

@@ -37,6 +37,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0  # index of the first prompt token whose log-probability is wanted; None before it
     stop: list[str] | str | None = None
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
@@ -72,6 +73,7 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs_from", self.prompt_logprobs_from, 0, None)
         if self.stop is not None and not isinstance(self.stop, str | list | tuple):
             raise RequestError("stop", f"must be a string or a list of strings, got {type(self.stop).__name__}")
         if len(self.stop_strings) > MAX_STOP_STRINGS:

@@ -33,7 +33,7 @@ def prompt_entries(item: Item, result: StepResult, start: int) -> bool:
     entries, count = sequence.prompt_logprobs, sequence.request.sampling.prompt_logprobs
     assert entries is not None and count is not None
     last = min(item.first_pos + item.num_tokens, sequence.prompt_len - 1)
-    for position in range(item.first_pos, last):
+    for position in range(max(item.first_pos, sequence.request.sampling.prompt_logprobs_from - 1), last):
         assert result.prompt_logprob is not None
         assert result.prompt_top_ids is not None and result.prompt_top_logprobs is not None
         at = start + position - item.first_pos

@@ -67,9 +67,13 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
 
     @property
-    def computes_all(self) -> bool:
-        """Whether every position must be computed: a hit has no log-probabilities of the prompt."""
-        return self.is_cold or self.prompt_logprobs is not None
+    def first_needed(self) -> int:
+        """The position from which on all must be computed: a hit has no logits of the tokens that it skips."""
+        if self.is_cold:
+            return 0
+        if self.prompt_logprobs is not None:  # the token at p + 1 is scored by the logits at p
+            return max(0, min(self.request.sampling.prompt_logprobs_from, self.prompt_len) - 1)
+        return len(self.token_ids) - 1
 
     @property
     def num_outputs(self) -> int:

@@ -90,14 +90,14 @@ class Ledger:
     # match
 
     def match(self, sequence: Sequence) -> Hit:
-        """The longest prefix that pages and state are held for. At least one token is left to compute."""
-        if self.tree is None or sequence.computes_all:
+        """The longest prefix that pages and state are held for. Whatever gives wanted logits is left to compute."""
+        most = sequence.first_needed // self.page_size
+        if self.tree is None or sequence.is_cold or (sequence.prompt_logprobs is not None and not most):
             return Hit(cause="disabled")
         if sequence.awaited is not None and self._is_coming(*sequence.awaited):
             return Hit(waits=True)
         sequence.awaited = None
         keys = self._keys(sequence.token_ids, len(sequence.token_ids) // self.page_size)
-        most = (len(sequence.token_ids) - 1) // self.page_size
         path = list(self.tree.walk(sequence.request.cache_salt, keys))
         beyond = path[most] if len(path) > most else None  # a page of which every token is asked for again
         path = path[:most]

@@ -21,6 +21,7 @@ PLAIN_SAMPLING = (
     "n",
     "logprobs",
     "prompt_logprobs",
+    "prompt_logprobs_from",
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",

@@ -215,6 +215,36 @@ def test_scored_prompts_are_computed_whole(cached: Engine):
     assert ask(cached, greedy(prompt, 4)).cached_tokens == 32
 
 
+def test_scoring_from_an_index_on_shares_what_lies_before(cached: Engine):
+    """Several continuations of one context: scored from one prefix, as when each is computed whole."""
+    [context, *endings] = prompts(cached, [50, 7, 1, 12, 7])
+    sequences = [context + ending for ending in endings]
+    expected = [[None] * 50 + cached.score([tokens])[0][50:] for tokens in sequences]
+    cached.flush_cache()
+    poison(cached)
+    before = cached.stats.prompt_tokens
+    found = cached.score(sequences, [50] * 4)
+    for row, cold in zip(found, expected, strict=True):
+        assert row[:50] == cold[:50]
+        np.testing.assert_allclose(row[50:], cold[50:], atol=1e-4)  # pyright: ignore[reportArgumentType]
+    assert cached.stats.prompt_tokens - before == 50 + 3 * 2 + sum(map(len, endings))
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 8, 9, 17, 39, 40, 41, 10**6])
+def test_logprobs_of_the_prompt_from_an_index_on(cached: Engine, start: int):
+    [prompt] = prompts(cached, [40])
+    whole = alone(cached, greedy(prompt, 4, prompt_logprobs=2)).prompt_logprobs
+    assert whole is not None
+    ask(cached, greedy(prompt, 1))
+    for _ in range(2):
+        output = ask(cached, greedy(prompt, 4, prompt_logprobs=2, prompt_logprobs_from=start))
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[:start] == [None] * min(start, 40)
+        for entry, expected in zip(output.prompt_logprobs[start:], whole[start:], strict=True):
+            assert (entry is None) == (expected is None)
+            np.testing.assert_allclose([lp for _, lp in entry or []], [lp for _, lp in expected or []], atol=1e-4)
+
+
 @pytest.mark.parametrize("pages", [14, 20])
 @pytest.mark.parametrize("policy", ["lru", "flop_aware"])
 def test_a_crowd_under_pressure_is_right(engine: Engine, pages: int, policy: str):
