@@ -12,7 +12,7 @@ from jhybrid_server.client import Client
 
 
 def main(prompt: str) -> None:
-    command = [sys.executable, "-m", "jhybrid.cli", "serve", "--model", "demo", "--grpc-port", "0"]
+    command = [sys.executable, "-m", "jhybrid.cli", "serve", "--model", "demo", "--port", "0", "--grpc-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         line = server.stdout.readline()  # one line with the address, when ready

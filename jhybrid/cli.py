@@ -14,7 +14,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, arg
 
-from jhybrid.config import EngineConfig
+from jhybrid.config import EngineConfig, api_keys
 from jhybrid.errors import JhybridError, RequestError
 from jhybrid.request import Request, SamplingParams
 from jhybrid.train.recipe import TrainConfig
@@ -185,13 +185,17 @@ class Bench:
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve a model over gRPC until SIGTERM; prints one line with the address when ready."""
+    """Serve a model over HTTP (OpenAI's API) and gRPC until SIGTERM; prints one line with the addresses when ready."""
 
     engine: Config = field(default_factory=EngineConfig)
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface."""
+    port: int = 8000
+    """Of HTTP; 0 picks a free port."""
     grpc_port: int = 50051
     """0 picks a free port."""
+    api_key: tuple[str, ...] = ()
+    """Keys that let clients in, also from $JHYBRID_API_KEY (comma-separated); none lets everybody in."""
     served_model_name: str | None = None
     """Name that clients use; the model argument unless given."""
     drain_timeout: float = 30.0
@@ -200,13 +204,12 @@ class Serve:
     """The ready line as a JSON object."""
 
     def run(self) -> None:
-        from jhybrid_server.main import serve
+        from jhybrid_server.main import Listening, serve
 
         sys.exit(
             serve(
                 self.engine,
-                host=self.host,
-                grpc_port=self.grpc_port,
+                Listening(self.host, self.port, self.grpc_port, (*self.api_key, *api_keys())),
                 served_model_name=self.served_model_name,
                 drain_timeout=self.drain_timeout,
                 json_output=self.json,

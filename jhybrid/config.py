@@ -128,6 +128,11 @@ class EngineConfig:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+def api_keys() -> tuple[str, ...]:
+    """Keys of the server that the environment gives; a command line can be read by others."""
+    return tuple(key for key in os.environ.get("JHYBRID_API_KEY", "").split(",") if key)
+
+
 def compiler_flags() -> dict[str, str]:
     """Environment variables that change what XLA makes of a program."""
     return {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ}

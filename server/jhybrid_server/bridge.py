@@ -9,7 +9,7 @@ import logging
 import threading
 import uuid
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -46,21 +46,24 @@ class ServedEngine(Protocol):
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[Delta]: ...
     def idle(self) -> bool: ...
+    def flush_cache(self) -> None: ...
     def status(self) -> dict: ...
     def model_info(self) -> dict: ...
     def close(self) -> None: ...
 
 
 class Stream:
-    """A request while it runs. Its queue belongs to the caller's event loop, the counters to the engine's thread."""
+    """A request while it runs. Its queue belongs to the caller's event loop, the counters to the engine's thread.
 
-    def __init__(self, request: Request, prompt_tokens: int):
+    Requests that were opened together share a queue.
+    """
+
+    def __init__(self, request: Request, queue: "asyncio.Queue[Delta | JhybridError]"):
         assert request.request_id is not None
         self.request = request
         self.name = request.request_id
-        self.prompt_tokens = prompt_tokens
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Delta | JhybridError] = asyncio.Queue()
+        self.queue = queue
         self.unfinished = request.sampling.n
         self.wanted = True
 
@@ -105,27 +108,34 @@ class Bridge:
             raise NotReadyError("the model is still loading; try again shortly")
         return self._engine
 
-    async def open(self, request: Request) -> Stream:
-        """Check a request, away from the event loop as texts may be long, and queue it for the engine.
+    async def open(self, requests: Iterable[Request]) -> list[Stream]:
+        """Check requests, away from the event loop as texts may be long, and queue them: all of them or none.
 
-        Raises RequestError, QueueFullError, EngineDeadError or NotReadyError. Read `deltas` next, and `abandon` it
-        whatever happens.
+        Raises RequestError, QueueFullError, EngineDeadError or NotReadyError. Read `deltas` next, and `abandon` each
+        stream whatever happens. A stream's request has its prompt as token ids.
         """
-        ids = await asyncio.to_thread(self.engine.intake.check, request)
-        name = request.request_id or uuid.uuid4().hex
-        stream = Stream(replace(request, prompt=None, prompt_token_ids=ids, request_id=name), len(ids))
+        engine, queue = self.engine, asyncio.Queue()
+        streams = []
+        for request in requests:
+            ids = await asyncio.to_thread(engine.intake.check, request)
+            name = request.request_id or uuid.uuid4().hex
+            streams.append(Stream(replace(request, prompt=None, prompt_token_ids=ids, request_id=name), queue))
         try:
-            await self.ask(lambda engine: self._submit(engine, stream))
+            await self.ask(lambda engine: self._submit(engine, streams))
         except asyncio.CancelledError:
-            self.abandon(stream)
+            for stream in streams:
+                self.abandon(stream)
             raise
-        return stream
+        return streams
 
-    async def deltas(self, stream: Stream) -> AsyncIterator[Delta]:
-        """What the engine adds, up to the last delta of each answer. EngineDeadError if its thread dies meanwhile."""
-        left = stream.request.sampling.n
+    async def deltas(self, streams: Sequence[Stream]) -> AsyncIterator[Delta]:
+        """What the engine adds to streams that were opened together, up to the last delta of each answer.
+
+        EngineDeadError if its thread dies meanwhile.
+        """
+        left = sum(stream.request.sampling.n for stream in streams)
         while left:
-            item = await stream.queue.get()
+            item = await streams[0].queue.get()
             if isinstance(item, JhybridError):
                 raise item
             left -= item.finish_reason is not None
@@ -209,11 +219,19 @@ class Bridge:
             except Exception as error:  # noqa: BLE001 - it belongs to whoever posted the job
                 answer.set_exception(error)
 
-    def _submit(self, engine: ServedEngine, stream: Stream) -> None:
-        if stream.name in self._streams:
-            raise RequestError("request_id", f"{stream.name!r} is already running; choose another or leave it out")
-        engine.submit(stream.request)
-        self._streams[stream.name] = stream
+    def _submit(self, engine: ServedEngine, streams: list[Stream]) -> None:
+        try:
+            for stream in streams:
+                if stream.name in self._streams:
+                    raise RequestError(
+                        "request_id", f"{stream.name!r} is already running; choose another or leave it out"
+                    )
+                engine.submit(stream.request)
+                self._streams[stream.name] = stream
+        except Exception:
+            for stream in streams:
+                self._drop(engine, stream)
+            raise
 
     def _drop(self, engine: ServedEngine, stream: Stream) -> None:
         """Abort a stream that still runs. It stays known until its last deltas have come, so that no later

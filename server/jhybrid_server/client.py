@@ -17,6 +17,7 @@ from jhybrid.errors import JhybridError
 from jhybrid.request import Completion, Delta, Output, Request
 from jhybrid_server import wire
 from jhybrid_server.statuses import error_of
+from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1 import inference_pb2_grpc as services
 
@@ -35,17 +36,17 @@ class Answer:
     """A finished call."""
 
     output: Output
-    usage: wire.Usage
-    timing: wire.Timing
+    usage: Usage
+    timing: Timing
 
 
 class _Collected:
     """What a call's messages add up to; the two kinds of stream share it."""
 
     def __init__(self, request: Request):
-        self.usage: wire.Usage | None = None
+        self.usage: Usage | None = None
         """Set with the last delta."""
-        self.timing: wire.Timing | None = None
+        self.timing: Timing | None = None
         """Set with the last delta."""
         self._output = Output("", list(request.prompt_token_ids or ()), [])
 

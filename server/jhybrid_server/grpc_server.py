@@ -1,11 +1,8 @@
 """GrpcServer: the inference service over grpc.aio, with health and reflection. `main.serve` runs it."""
 
-import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -13,11 +10,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import jhybrid
-from jhybrid.errors import ConfigError, JhybridError, RequestError, StepError
-from jhybrid.request import Delta
+from jhybrid.errors import ConfigError, JhybridError
 from jhybrid_server import wire
-from jhybrid_server.bridge import Bridge, NotReadyError, Stream
-from jhybrid_server.statuses import ModelNotFoundError, code_of, details_of
+from jhybrid_server.desk import Call, Desk
+from jhybrid_server.keys import Keys
+from jhybrid_server.statuses import UnauthenticatedError, details_of, status_of
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1 import inference_pb2_grpc as services
 
@@ -37,76 +34,26 @@ OPTIONS = (
 
 
 class InferenceService(services.InferenceServiceServicer):
-    """The four calls. Errors become statuses in `_statuses`, nowhere else."""
+    """The calls. Errors become statuses in `_statuses`, nowhere else."""
 
-    def __init__(self, bridge: Bridge, model_name: str):
-        self._bridge = bridge
-        self._model_name = model_name
-        self.draining = False
-        self.running = 0
-        """Generate calls that have been let in and have not ended."""
+    def __init__(self, desk: Desk):
+        self._desk = desk
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        async with _statuses(context):
-            clock = Clock()
-            self._admit(request.model)
-            self.running += 1
-            try:
-                stream = await self._bridge.open(wire.request_from_wire(request))
-                try:
-                    await self._answer(stream, clock, context)
-                finally:
-                    self._bridge.abandon(stream)
-            finally:
-                self.running -= 1
-
-    async def _answer(self, stream: Stream, clock: "Clock", context: grpc.aio.ServicerContext) -> None:
-        """Write a stream's deltas. An answer that fails lets its siblings finish, then fails the call."""
-        usage = pb.Usage(prompt_tokens=stream.prompt_tokens)
-        left, failures = stream.request.sampling.n, []
-        async for delta in self._bridge.deltas(stream):
-            left -= delta.finish_reason is not None
-            if delta.finish_reason in ("error", "abort"):
-                failures.append(delta)
-                if delta.text:  # held back until now, of tokens that were told
-                    await context.write(wire.delta_to_wire(delta))
-                continue
-            clock.saw(delta)
-            usage.completion_tokens += len(delta.token_ids)
-            if delta.index == 0:
-                usage.cached_tokens = max(usage.cached_tokens, delta.cached_tokens)
-                if delta.miss_cause is not None:
-                    usage.miss_cause = delta.miss_cause
-            message = wire.delta_to_wire(delta)
-            if not left and not failures:
-                message.usage.CopyFrom(usage)
-                message.timing.CopyFrom(clock.timing())
-            await context.write(message)
-        if failures:
-            raise self._failure(failures, stream.request.sampling.n)
-
-    def _failure(self, failures: list[Delta], n: int) -> JhybridError:
-        broken = [delta for delta in failures if delta.finish_reason == "error"]
-        if broken:
-            where = f"answers {[delta.index for delta in broken]} of {n}: " if n > 1 else ""
-            return StepError(f"{where}{broken[0].error}")
-        return NotReadyError("the server ended this request before its answer was complete")
+        async with _statuses(context), self._desk.call([wire.request_from_wire(request)], request.model) as call:
+            await _answer(call, context)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         async with _statuses(context):
-            tokenizer = self._bridge.engine.tokenizer
-            if tokenizer is None:
-                raise RequestError("text", "this model has no tokenizer; it takes token ids only")
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await asyncio.to_thread(tokenizer.encode, request.text, add_special_tokens=special)
-            return pb.TokenizeResponse(token_ids=ids)
+            return pb.TokenizeResponse(token_ids=await self._desk.tokenize(request.text, special))
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         async with _statuses(context):
-            engine = self._bridge.engine
-            message = wire.model_info_to_wire(engine.model_info() | {"model": self._model_name})
+            engine = self._desk.bridge.engine
+            message = wire.model_info_to_wire(engine.model_info() | {"model": self._desk.model_name})
             if engine.tokenizer is not None and engine.tokenizer.bos_token_id is not None:
                 message.bos_token_id = engine.tokenizer.bos_token_id
             message.version = jhybrid.__version__
@@ -114,50 +61,56 @@ class InferenceService(services.InferenceServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:
         async with _statuses(context):
-            return wire.status_to_wire(await self._bridge.ask(lambda engine: engine.status()))
-
-    def _admit(self, model: str) -> None:
-        if self.draining:
-            raise NotReadyError("the server is shutting down; try another")
-        if model and model != self._model_name:
-            raise ModelNotFoundError(f"model: {model!r} is not served here, {self._model_name!r} is")
+            return wire.status_to_wire(await self._desk.status())
 
 
-@dataclass
-class Clock:
-    """When a call came in and when its first token was there, by the monotonic clock, and how long it was queued."""
+async def _answer(call: Call, context: grpc.aio.ServicerContext) -> None:
+    """Write a call's deltas; the last one also has what the call cost, unless it fails."""
+    async for _, delta in call.deltas():
+        message = wire.delta_to_wire(delta)
+        if call.ended_well:
+            message.usage.CopyFrom(wire.usage_to_wire(call.usage))
+            message.timing.CopyFrom(wire.timing_to_wire(call.timing))
+        await context.write(message)
 
-    started: float = 0.0
-    first_token: float | None = None
-    queue_seconds: float | None = None
 
-    def __post_init__(self) -> None:
-        self.started = time.monotonic()
+class KeyCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without a known API key. Health checks need none: probes cannot have one."""
 
-    def saw(self, delta: Delta) -> None:
-        if delta.token_ids and self.first_token is None:
-            self.first_token = time.monotonic()
-        if self.queue_seconds is None:  # of several answers, the first to get a place
-            self.queue_seconds = delta.queue_seconds
+    def __init__(self, keys: Keys):
+        self._keys = keys
 
-    def timing(self) -> pb.Timing:
-        first = None if self.first_token is None else self.first_token - self.started
-        total = time.monotonic() - self.started
-        return pb.Timing(first_token_seconds=first, total_seconds=total, queue_seconds=self.queue_seconds)
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            given = dict(handler_call_details.invocation_metadata or ()).get("authorization")
+            try:
+                self._keys.check(given if given is None else str(given))
+            except UnauthenticatedError as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: JhybridError) -> grpc.RpcMethodHandler:
+    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(status_of(error).grpc, str(error), details_of(error))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)  # pyright: ignore[reportArgumentType]
 
 
 class GrpcServer:
-    """Listens from the start and says NOT_SERVING until `serving` is called."""
+    """Listens from the start and says NOT_SERVING until told otherwise."""
 
-    def __init__(self, bridge: Bridge, model_name: str, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, desk: Desk, host: str = "127.0.0.1", port: int = 0, keys: Keys | None = None):
         """Binds the port; 0 picks a free one, see `port`. Raises ConfigError if it is taken or no port."""
         if not 0 <= port <= 65535:
             raise ConfigError("grpc_port", f"{port} is not in [0, 65535]")
-        self._bridge = bridge
-        self.service = InferenceService(bridge, model_name)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        self._server = grpc.aio.server(options=OPTIONS)
-        services.add_InferenceServiceServicer_to_server(self.service, self._server)
+        self._server = grpc.aio.server(interceptors=[KeyCheck(keys or Keys())], options=OPTIONS)
+        services.add_InferenceServiceServicer_to_server(InferenceService(desk), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -169,39 +122,19 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Accept connections. Calls are UNAVAILABLE until the engine is there."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.say_serving(False)
         await self._server.start()
 
-    async def serving(self) -> None:
-        """Say that the engine is there."""
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-
-    async def drain(self, timeout: float, hurry: asyncio.Event | None = None) -> None:
-        """Refuse new calls; let running ones finish until `timeout` seconds or `hurry`; abort what is left then."""
-        self.service.draining = True
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if not await self._idle(timeout, hurry):
-            log.warning("%d requests did not finish in time and are aborted", self.service.running)
-            self._bridge.abort_all()
-            await self._idle(5.0, None)
+    async def say_serving(self, serving: bool) -> None:
+        """What health checks are told: whether calls are answered."""
+        kinds = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self._health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
 
     async def stop(self) -> None:
         """Close the port and every connection."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.say_serving(False)
         await self._server.stop(grace=0.5)
-
-    async def _idle(self, timeout: float, hurry: asyncio.Event | None) -> bool:
-        """Wait until no call runs; False if it took too long."""
-        deadline = time.monotonic() + timeout
-        while self.service.running:
-            if time.monotonic() >= deadline or (hurry is not None and hurry.is_set()):
-                return False
-            await asyncio.sleep(0.02)
-        return True
-
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", SERVICE):
-            await self._health.set(name, status)
 
 
 @contextlib.asynccontextmanager
@@ -210,7 +143,7 @@ async def _statuses(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     try:
         yield
     except JhybridError as error:
-        await context.abort(code_of(error), str(error), details_of(error))
+        await context.abort(status_of(error).grpc, str(error), details_of(error))
     except grpc.aio.AbortError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -16,31 +17,45 @@ from jhybrid.errors import JhybridError
 from jhybrid.request import Request, SamplingParams
 from jhybrid_server.bridge import Bridge, ServedEngine
 from jhybrid_server.client import Client
+from jhybrid_server.desk import Desk
 from jhybrid_server.grpc_server import GrpcServer
+from jhybrid_server.http_server import HttpServer
+from jhybrid_server.keys import Keys
 
 log = logging.getLogger("jhybrid_server")
 
 
+@dataclass(frozen=True)
+class Listening:
+    """Where and to whom a server answers."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """Of HTTP; 0 picks a free one."""
+    grpc_port: int = 50051
+    """0 picks a free one."""
+    api_keys: tuple[str, ...] = ()
+    """None lets everybody in."""
+
+
 def serve(
     config: EngineConfig,
-    host: str = "127.0.0.1",
-    grpc_port: int = 50051,
+    listening: Listening,
     served_model_name: str | None = None,
     drain_timeout: float = 30.0,
     json_output: bool = False,
     make_engine: Callable[[], ServedEngine] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; returns the process's exit code.
+    """Serve over HTTP and gRPC until SIGTERM or SIGINT; returns the process's exit code.
 
-    Prints one line with the address once requests are answered, with `json_output` as a JSON object; `grpc_port` 0
-    picks a free port. The first signal
-    lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. Raises what keeps
-    the engine from starting (ConfigError, WeightsError, OutOfMemoryError). Exit code 1 means that the engine's
+    Prints one line with the addresses once requests are answered, with `json_output` as a JSON object. The first
+    signal lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. Raises what
+    keeps the engine from starting (ConfigError, WeightsError, OutOfMemoryError). Exit code 1 means that the engine's
     thread died. `make_engine` stands in for the engine in tests.
     """
-    name = served_model_name or config.model
     bridge = Bridge(make_engine or (lambda: _engine(config)))
-    code = asyncio.run(_serve(bridge, name, host, grpc_port, drain_timeout, json_output))
+    desk = Desk(bridge, served_model_name or config.model)
+    code = asyncio.run(_serve(desk, listening, drain_timeout, json_output))
     if not bridge.close(timeout=10.0 if bridge.started else 1.0):
         # The engine's thread is loading, compiling or inside a step, none of which can be interrupted.
         log.warning("the engine thread did not end in time; leaving without it")
@@ -55,41 +70,51 @@ def _engine(config: EngineConfig) -> ServedEngine:
     return Engine(config)
 
 
-async def _serve(bridge: Bridge, name: str, host: str, port: int, drain_timeout: float, json_output: bool) -> int:
-    server = GrpcServer(bridge, name, host, port)
+async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_output: bool) -> int:
+    keys = Keys(listening.api_keys)
+    if not keys and not _is_loopback(listening.host):
+        log.warning("anybody who reaches %s can use this server; give --api-key to change that", listening.host)
+    http = HttpServer(desk, listening.host, listening.port, keys)
+    grpc_ = GrpcServer(desk, listening.host, listening.grpc_port, keys)
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for sign in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sign, lambda: hurry.set() if stop.is_set() else stop.set())
-    await server.start()
-    bridge.start()
+    await asyncio.gather(http.start(), grpc_.start())
+    desk.bridge.start()
     stopped = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(bridge.ready())
-    death = asyncio.create_task(bridge.death())
+    ready = asyncio.create_task(desk.bridge.ready())
+    death = asyncio.create_task(desk.bridge.death())
     try:
         await asyncio.wait((stopped, ready), return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             return 0
         await ready
-        await server.serving()
-        address = f"{server.host}:{server.port}"
-        line = (
-            json.dumps({"model": name, "grpc": address})
-            if json_output
-            else f"jhybrid serves {name} at grpc://{address}"
-        )
-        print(line, flush=True)
+        await grpc_.say_serving(True)
+        addresses = {"http": f"{http.host}:{http.port}", "grpc": f"{grpc_.host}:{grpc_.port}"}
+        _print_ready(desk.model_name, addresses, json_output)
         await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             return 1
         log.info("shutting down: running requests have %g s to finish", drain_timeout)
-        await server.drain(drain_timeout, hurry)
+        await asyncio.gather(grpc_.say_serving(False), desk.drain(drain_timeout, hurry))
         return 0
     finally:
-        await server.stop()
+        await asyncio.gather(http.stop(), grpc_.stop())
         for task in (stopped, ready, death):
             task.cancel()
         await asyncio.gather(stopped, ready, death, return_exceptions=True)
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
+
+
+def _print_ready(name: str, addresses: dict[str, str], json_output: bool) -> None:
+    if json_output:
+        print(json.dumps({"model": name} | addresses), flush=True)
+    else:
+        print(f"jhybrid serves {name} at http://{addresses['http']} and grpc://{addresses['grpc']}", flush=True)
 
 
 def client(

@@ -1,13 +1,13 @@
-"""Statuses: the gRPC status that each error is, and back. The server raises by it, the clients read by it.
+"""Statuses: what each error is in gRPC and in HTTP, and back. The servers raise by it, the clients read by it.
 
-A status carries google.rpc.ErrorInfo with the error's name as reason, and for a refused request google.rpc.BadRequest
-with the field.
+A gRPC status carries google.rpc.ErrorInfo with the error's name as reason; for a refused request google.rpc.BadRequest
+with the field; where the queue was full, google.rpc.RetryInfo.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -22,20 +22,42 @@ class ModelNotFoundError(JhybridError):
     """Another model was asked for than the one that is served."""
 
 
-CODES: dict[type[JhybridError], grpc.StatusCode] = {
-    RequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
-    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    EngineDeadError: grpc.StatusCode.UNAVAILABLE,
-    NotReadyError: grpc.StatusCode.UNAVAILABLE,
-    StepError: grpc.StatusCode.INTERNAL,
+class UnauthenticatedError(JhybridError):
+    """No API key was given, or none that is known here."""
+
+
+class AbortedError(JhybridError):
+    """Somebody ended the request by its id."""
+
+
+class Status(NamedTuple):
+    """What an error is to the client of each protocol."""
+
+    grpc: grpc.StatusCode
+    http: int
+    kind: str
+    """OpenAI's `type` of the error."""
+
+
+STATUSES: dict[type[JhybridError], Status] = {
+    RequestError: Status(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    UnauthenticatedError: Status(grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error"),
+    ModelNotFoundError: Status(grpc.StatusCode.NOT_FOUND, 404, "not_found_error"),
+    AbortedError: Status(grpc.StatusCode.ABORTED, 409, "aborted_error"),
+    QueueFullError: Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    EngineDeadError: Status(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error"),
+    NotReadyError: Status(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error"),
+    StepError: Status(grpc.StatusCode.INTERNAL, 500, "server_error"),
 }
-KINDS = {kind.__name__: kind for kind in CODES}
+UNFORESEEN = STATUSES[StepError]
+KINDS = {kind.__name__: kind for kind in STATUSES}
+RETRY_SECONDS = 1
+"""When to try again after a full queue: a running sequence ends within about that time, or the queue is long."""
 
 
-def code_of(error: Exception) -> grpc.StatusCode:
-    """INTERNAL for errors that the table does not name."""
-    return next((code for kind, code in CODES.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+def status_of(error: Exception) -> Status:
+    """That of an internal error for what the table does not name."""
+    return next((status for kind, status in STATUSES.items() if isinstance(error, kind)), UNFORESEEN)
 
 
 def details_of(error: JhybridError) -> tuple[tuple[str, bytes], ...]:
@@ -44,7 +66,9 @@ def details_of(error: JhybridError) -> tuple[tuple[str, bytes], ...]:
     if isinstance(error, RequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    status = status_pb2.Status(code=code_of(error).value[0], message=str(error))
+    if isinstance(error, QueueFullError):
+        details.append(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_SECONDS)))
+    status = status_pb2.Status(code=status_of(error).grpc.value[0], message=str(error))
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)

@@ -1,11 +1,12 @@
 """Wire: requests, deltas and their companions as protobuf messages and back. Server and clients both use it."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Delta, Request, SamplingParams, TokenLogprobs
+from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
 
 PLAIN_SAMPLING = (
@@ -30,25 +31,6 @@ PLAIN_SAMPLING = (
 
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 """Ends of an answer that are messages; the others (abort, error) are the call's status."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of one call, all its answers together."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    miss_cause: str | None = None
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds since the server received the call."""
-
-    first_token_seconds: float | None
-    total_seconds: float
-    queue_seconds: float | None = None
 
 
 def request_to_wire(request: Request, model: str = "") -> pb.GenerateRequest:
@@ -162,6 +144,14 @@ def delta_from_wire(message: pb.GenerateResponse) -> Delta:
         cached_tokens=message.usage.cached_tokens,
         miss_cause=message.usage.miss_cause if message.usage.HasField("miss_cause") else None,
     )
+
+
+def usage_to_wire(usage: Usage) -> pb.Usage:
+    return pb.Usage(**dataclasses.asdict(usage))
+
+
+def timing_to_wire(timing: Timing) -> pb.Timing:
+    return pb.Timing(**dataclasses.asdict(timing))
 
 
 def usage_from_wire(message: pb.Usage) -> Usage:

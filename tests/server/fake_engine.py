@@ -27,7 +27,7 @@ class FakeIntake:
         self.tokenizer = tokenizer
 
     def check(self, request: Request) -> list[int]:
-        request.sampling.validate(263)
+        request.validate(263)
         ids = request.prompt_token_ids
         if request.prompt is not None:
             ids = self.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
@@ -58,6 +58,7 @@ class FakeEngine:
         self.gate = threading.Event()  # cleared: steps wait
         self.gate.set()
         self.closed = False
+        self.flushes = 0
         self._told: list[Delta] = []
 
     @property
@@ -136,15 +137,19 @@ class FakeEngine:
     def idle(self) -> bool:
         return False
 
+    def flush_cache(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.flushes += 1
+
     def status(self) -> dict:
         self.threads.add(threading.get_ident())
         used = len(self.running)
         return {
             "running": used,
             "waiting": len(self.waiting),
-            "pages": {"total": 100, "free": 100 - used, "used": used},
-            "slots": {"total": self.slots, "free": self.slots - used, "used": used},
-            "snapshots": {"total": 0, "free": 0, "used": 0},
+            "pages": {"total": 100, "free": 100 - used, "used": used, "cached": 0},
+            "slots": {"total": self.slots, "free": self.slots - used, "used": used, "cached": 0},
+            "snapshots": {"total": 0, "free": 0, "used": 0, "cached": 0},
             "memory_bytes": {"weights": 10, "kv": 20, "state": 30, "scratch": 40},
             "memory_total_bytes": 100,
             "compilations_after_ready": 0,

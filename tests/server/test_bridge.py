@@ -31,7 +31,7 @@ def bridge(engine: FakeEngine) -> Iterator[Bridge]:
 
 async def text_of(bridge: Bridge, request: Request) -> str:
     await bridge.ready()
-    stream = await bridge.open(request)
+    stream = await bridge.open([request])
     return "".join([delta.text async for delta in bridge.deltas(stream)])
 
 
@@ -51,10 +51,10 @@ def test_last_deltas_of_an_abandoned_request_reach_no_later_one_of_its_id(bridge
 
     async def work() -> str:
         await bridge.ready()
-        stream = await bridge.open(request)
+        stream = await bridge.open([request])
         engine.gate.clear()
-        bridge.abandon(stream)
-        later = asyncio.create_task(bridge.open(request))
+        bridge.abandon(stream[0])
+        later = asyncio.create_task(bridge.open([request]))
         await asyncio.sleep(0.1)  # both jobs are posted while a step is held up
         engine.gate.set()
         with pytest.raises(RequestError, match="'same' is already running"):
@@ -69,9 +69,9 @@ def test_last_deltas_of_an_abandoned_request_reach_no_later_one_of_its_id(bridge
 def test_a_caller_that_leaves_before_acceptance_is_never_submitted(bridge: Bridge, engine: FakeEngine):
     async def work() -> None:
         await bridge.ready()
-        await bridge.open(Request(prompt="abc", sampling=ENDLESS, request_id="first"))
+        await bridge.open([Request(prompt="abc", sampling=ENDLESS, request_id="first")])
         engine.gate.clear()
-        task = asyncio.create_task(bridge.open(Request(prompt="abc", request_id="second")))
+        task = asyncio.create_task(bridge.open([Request(prompt="abc", request_id="second")]))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -86,7 +86,7 @@ def test_a_caller_that_leaves_before_acceptance_is_never_submitted(bridge: Bridg
 def test_a_closed_event_loop_costs_its_own_requests_only(bridge: Bridge, engine: FakeEngine):
     async def leave() -> None:
         await bridge.ready()
-        await bridge.open(Request(prompt="abc", sampling=ENDLESS, request_id="left"))
+        await bridge.open([Request(prompt="abc", sampling=ENDLESS, request_id="left")])
 
     asyncio.run(leave())
     eventually(lambda: engine.aborted == ["left"] and not engine.running)
@@ -98,13 +98,13 @@ def test_closing_tells_who_waits(engine: FakeEngine):
         bridge = Bridge(lambda: engine)
         bridge.start()
         await bridge.ready()
-        stream = await bridge.open(Request(prompt="abc", sampling=ENDLESS))
+        stream = await bridge.open([Request(prompt="abc", sampling=ENDLESS)])
         assert await asyncio.to_thread(bridge.close)
         with pytest.raises(NotReadyError, match="shutting down"):
             async for _ in bridge.deltas(stream):
                 pass
         with pytest.raises(NotReadyError, match="shutting down"):
-            await bridge.open(Request(prompt="abc"))
+            await bridge.open([Request(prompt="abc")])
 
     asyncio.run(work())
     assert engine.closed

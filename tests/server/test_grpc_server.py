@@ -16,8 +16,9 @@ from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, QueueFull
 from jhybrid.request import Request, SamplingParams
 from jhybrid_server.bridge import Bridge, NotReadyError
 from jhybrid_server.client import AsyncClient, Client
+from jhybrid_server.desk import Desk
 from jhybrid_server.grpc_server import GrpcServer
-from jhybrid_server.statuses import ModelNotFoundError, code_of
+from jhybrid_server.statuses import ModelNotFoundError, status_of
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.server.fake_engine import FakeEngine, answer_text
@@ -191,7 +192,7 @@ def test_cancelling_frees_while_decoding_and_while_queued(served: Served, engine
         stream.cancel()
     eventually(lambda: idle(engine))
     assert sorted(engine.aborted) == sorted(streams)
-    eventually(lambda: served.server.service.running == 0)
+    eventually(lambda: served.desk.running == 0)
 
 
 def test_leaving_a_stream_early_frees(served: Served, engine: FakeEngine):
@@ -307,7 +308,7 @@ def test_health_and_calls_before_and_after_ready(engine: FakeEngine):
                 call()
         loaded.set()
         served.run(served.bridge.ready())
-        served.run(served.server.serving())
+        served.run(served.server.say_serving(True))
         served.client.wait_until_serving(5)
         assert health(served.target) == health(served.target, "jhybrid.v1.InferenceService") == SERVING
         assert served.client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
@@ -342,7 +343,7 @@ def test_reflection_lists_and_describes_the_service(served: Served):
 def test_draining_lets_running_calls_finish_and_refuses_new_ones(served: Served, engine: FakeEngine):
     stream = iter(served.client.stream(Request(prompt="abc", sampling=SamplingParams(max_tokens=200))))
     deltas = [next(stream)]
-    drained = asyncio.run_coroutine_threadsafe(served.server.drain(10), served.loop)
+    drained = asyncio.run_coroutine_threadsafe(served.drain(10), served.loop)
     eventually(lambda: health(served.target) == NOT_SERVING)
     with pytest.raises(NotReadyError, match="shutting down"):
         served.client.generate(Request(prompt="abc"))
@@ -355,7 +356,7 @@ def test_draining_lets_running_calls_finish_and_refuses_new_ones(served: Served,
 def test_draining_ends_what_takes_too_long(served: Served, engine: FakeEngine):
     stream = iter(served.client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="long")))
     next(stream)
-    served.run(served.server.drain(0.05))
+    served.run(served.drain(0.05))
     with pytest.raises(NotReadyError, match="before its answer was complete"):
         list(stream)
     assert engine.aborted == ["long"]
@@ -389,12 +390,12 @@ def test_death_of_the_engine_thread_reaches_every_caller(served: Served):
     ],
 )
 def test_codes_of_errors(error: JhybridError, code: grpc.StatusCode):
-    assert code_of(error) is code
+    assert status_of(error).grpc is code
 
 
 def test_a_taken_port_is_refused(served: Served):
     async def bind() -> None:
-        GrpcServer(Bridge(FakeEngine), "fake", "127.0.0.1", served.server.port)
+        GrpcServer(served.desk, "127.0.0.1", served.server.port)
 
     with pytest.raises(ConfigError, match=f"grpc_port: 127.0.0.1:{served.server.port} cannot be bound"):
         served.run(bind())
@@ -402,4 +403,4 @@ def test_a_taken_port_is_refused(served: Served):
 
 def test_a_port_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="grpc_port: 99999 is not in"):
-        GrpcServer(Bridge(FakeEngine), "fake", port=99999)
+        GrpcServer(Desk(Bridge(FakeEngine), "fake"), port=99999)

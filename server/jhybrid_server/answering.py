@@ -1,0 +1,149 @@
+"""Answering: one generation over HTTP, as a JSON object or server-sent events, until it ends or its client goes."""
+
+import asyncio
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from jhybrid.errors import RequestError
+from jhybrid.request import Delta, Request
+from jhybrid_server.desk import Call, Desk, collect
+from jhybrid_server.http_errors import error_body, error_response
+from jhybrid_server.openai_answers import Answers, cost, envelope, now
+from jhybrid_server.openai_schema import GenerationBody
+
+log = logging.getLogger("jhybrid_server")
+
+STALL_SECONDS = 30.0
+"""How long a client may take no bytes before it is given up."""
+
+
+class Answering:
+    """An ASGI application for one request that has been understood but not let in yet."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        body: GenerationBody,
+        name: str,
+        requests: Sequence[Request],
+        make_answers: Callable[[Call], Answers],
+    ):
+        self._desk, self._body, self._name, self._requests = desk, body, name, requests
+        self._make_answers = make_answers
+        self._created = now()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._stream(scope, receive, send) if self._body.stream else self._whole(scope, receive, send)
+        await until_gone(receive, work)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._desk.call(self._requests, self._body.model) as call:
+                answers = self._make_answers(call)
+                parts: dict[tuple[int, int], list[Delta]] = defaultdict(list)
+                async for number, delta in call.deltas():
+                    parts[number, delta.index].append(delta)
+                choices = answers.wholes({key: collect(deltas) for key, deltas in parts.items()})
+                response = JSONResponse(self._envelope(answers.kind, choices) | cost(call))
+                await response(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - every error becomes a response
+            await error_response(renamed(error, self._body))(scope, receive, send)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = Events(send, self._name)
+        try:
+            async with self._desk.call(self._requests, self._body.model) as call:
+                answers = self._make_answers(call)
+                kind = answers.chunk_kind
+                extra = {"usage": None} if self._body.wants_stream_usage else {}
+                await events.start()
+                for choice in answers.begin():
+                    await events.write(self._envelope(kind, [choice]) | extra)
+                async for number, delta in call.deltas():
+                    for choice in answers.chunks(number, delta):
+                        await events.write(self._envelope(kind, [choice]) | extra)
+                if self._body.wants_stream_usage:
+                    await events.write(self._envelope(kind, []) | cost(call))
+                await events.end("[DONE]")
+        except Stalled:
+            raise
+        except Exception as error:  # noqa: BLE001 - every error becomes a response or the stream's last event
+            error = renamed(error, self._body)
+            if events.started:
+                await events.end(json.dumps(error_body(error)))
+            else:
+                await error_response(error)(scope, receive, send)
+
+    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return envelope(self._name, kind, self._desk.model_name, choices, self._created)
+
+
+class Stalled(Exception):
+    """The client takes no bytes. Leaving the application with it closes the connection."""
+
+
+class Events:
+    """Server-sent events to a client that may be slow."""
+
+    def __init__(self, send: Send, name: str):
+        self._send, self._name = send, name
+        self.started = False
+
+    async def start(self) -> None:
+        """Status and headers. From here on an error can only be an event."""
+        self.started = True
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # proxies must not gather events
+            (b"x-request-id", self._name.encode()),
+        ]
+        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, event: dict[str, Any]) -> None:
+        """One event."""
+        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        await self._put({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+    async def end(self, data: str) -> None:
+        """The last event."""
+        await self._put({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": False})
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await self._send(message)
+        except TimeoutError as error:
+            raise Stalled(f"{self._name}: the client took no bytes for {STALL_SECONDS:g} s") from error
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, the whole body having been read, and cancel it if the client leaves before."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def renamed(error: Exception, body: GenerationBody) -> Exception:
+    """The error with the engine's name of a field replaced by the client's."""
+    if isinstance(error, RequestError) and error.field in body.renames:
+        return RequestError(body.renames[error.field], str(error).removeprefix(f"{error.field}: "))
+    return error

@@ -1,0 +1,212 @@
+"""Desk: where the calls of every protocol come in. It decides who is let in, follows each call, and closes at the end.
+
+The gRPC and the HTTP server are two skins over one desk, so that they admit, count, fail and finish alike.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jhybrid.chat_template import ChatTemplate
+from jhybrid.errors import JhybridError, RequestError, StepError
+from jhybrid.request import Delta, Request
+from jhybrid.tokenizer import Tokenizer
+from jhybrid_server.bridge import Bridge, NotReadyError, Stream
+from jhybrid_server.call_metrics import CallMetrics
+from jhybrid_server.statuses import AbortedError, ModelNotFoundError
+from jhybrid_server.usage import Timing, Usage
+
+log = logging.getLogger("jhybrid_server")
+
+
+class Call:
+    """One call while it runs: the answers to one or several prompts, what they cost, and how long they took."""
+
+    def __init__(self, desk: "Desk", streams: Sequence[Stream], started: float):
+        self.prompts = [stream.request.prompt_token_ids or [] for stream in streams]
+        """Token ids of each prompt."""
+        self.ended_well = False
+        """Whether the delta just given out is the last, and no answer has failed."""
+        self._desk, self._streams, self._started = desk, streams, started
+        self._numbers = {stream.name: i for i, stream in enumerate(streams)}
+        self._cached = [0] * len(streams)
+        self._completion_tokens = 0
+        self._miss_cause: str | None = None
+        self._first_token: float | None = None
+        self._queue_seconds: float | None = None
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Each delta with the number of the prompt that it belongs to, up to the last of each answer.
+
+        An answer that fails lets its siblings finish; then its cause is raised: StepError, AbortedError, or
+        NotReadyError where the server ended it. EngineDeadError at once if the engine's thread dies.
+        """
+        failures: list[Delta] = []
+        left = sum(stream.request.sampling.n for stream in self._streams)
+        async for delta in self._desk.bridge.deltas(self._streams):
+            number = self._numbers[delta.request_id]
+            left -= delta.finish_reason is not None
+            if delta.finish_reason in ("error", "abort"):
+                failures.append(delta)
+                if delta.text:  # held back until now, of tokens that were told
+                    yield number, replace(delta, finish_reason=None, error=None)
+                continue
+            self._saw(number, delta)
+            self.ended_well = not left and not failures
+            yield number, delta
+        if failures:
+            raise self._failure(failures)
+
+    @property
+    def usage(self) -> Usage:
+        """Of what has come so far; of the whole call once `deltas` has ended."""
+        prompt_tokens = sum(len(prompt) for prompt in self.prompts)
+        return Usage(prompt_tokens, sum(self._cached), self._completion_tokens, self._miss_cause)
+
+    @property
+    def timing(self) -> Timing:
+        """Up to now."""
+        first = None if self._first_token is None else self._first_token - self._started
+        return Timing(first, time.monotonic() - self._started, self._queue_seconds)
+
+    def _saw(self, number: int, delta: Delta) -> None:
+        self._completion_tokens += len(delta.token_ids)
+        if delta.token_ids and self._first_token is None:
+            self._first_token = time.monotonic()
+            self._desk.metrics.first_token(self._first_token - self._started)
+        if self._queue_seconds is None:  # of several answers, the first to get a place
+            self._queue_seconds = delta.queue_seconds
+        if delta.index == 0:
+            self._cached[number] = max(self._cached[number], delta.cached_tokens)
+            self._miss_cause = delta.miss_cause or self._miss_cause
+
+    def _failure(self, failures: list[Delta]) -> JhybridError:
+        broken = [delta for delta in failures if delta.finish_reason == "error"]
+        if broken:
+            n = sum(stream.request.sampling.n for stream in self._streams)
+            where = f"answers {[delta.index for delta in broken]} of {n}: " if n > 1 else ""
+            return StepError(f"{where}{broken[0].error}")
+        if self._desk.draining:
+            return NotReadyError("the server ended this request before its answer was complete")
+        return AbortedError("the request was aborted before its answer was complete")
+
+
+class Desk:
+    """One for a process. `draining` closes it to new calls; `running` counts those inside."""
+
+    def __init__(self, bridge: Bridge, model_name: str):
+        self.bridge = bridge
+        self.model_name = model_name
+        self.metrics = CallMetrics()
+        self.draining = False
+        self.running = 0
+
+    @contextlib.asynccontextmanager
+    async def call(self, requests: Sequence[Request], model: str = "") -> AsyncIterator[Call]:
+        """Let a call in; leaving the block ends whatever of it still runs, in whatever phase it is.
+
+        Raises RequestError, ModelNotFoundError, QueueFullError, NotReadyError or EngineDeadError. Either all
+        requests are queued or none is.
+        """
+        started = time.monotonic()
+        with self.metrics.outcome():
+            self.check_model(model)
+            self.check_open()
+            self.running += 1
+            try:
+                streams = await self.bridge.open(requests)
+                try:
+                    yield Call(self, streams, started)
+                finally:
+                    for stream in streams:
+                        self.bridge.abandon(stream)
+            finally:
+                self.running -= 1
+
+    def check_open(self) -> None:
+        """Raises NotReadyError while loading or draining, EngineDeadError after a death."""
+        _ = self.bridge.engine
+        if self.draining:
+            raise NotReadyError("the server is shutting down; try another")
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFoundError for a name other than the served one; an empty one means whichever is served."""
+        if model and model != self.model_name:
+            raise ModelNotFoundError(f"model: {model[:200]!r} is not served here, {self.model_name!r} is")
+
+    def tokenizer(self, field: str) -> Tokenizer:
+        """Raises RequestError naming `field` where the model has none."""
+        tokenizer = self.bridge.engine.tokenizer
+        if tokenizer is None:
+            raise RequestError(field, "this model has no tokenizer; it takes token ids only")
+        return tokenizer
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, found away from the event loop."""
+        return await asyncio.to_thread(self.tokenizer("text").encode, text, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids. RequestError for ids that the model does not have."""
+        tokenizer, size = self.tokenizer("tokens"), self.bridge.engine.model_info()["vocab_size"]
+        for at, token in enumerate(ids):
+            if not 0 <= token < size:
+                raise RequestError("tokens", f"entry {at} is {token}; must be in [0, {size})")
+        return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+
+    async def chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """The prompt text of a conversation; encode it without special tokens, which the template writes itself."""
+        template = _template_of(self.tokenizer("messages"))
+        return await asyncio.to_thread(template.render, messages, **variables)
+
+    async def status(self) -> dict:
+        """The engine's status."""
+        return await self.bridge.ask(lambda engine: engine.status())
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix that nobody uses."""
+        await self.bridge.ask(lambda engine: engine.flush_cache())
+
+    async def abort(self, request_id: str) -> bool:
+        """End a running request of anybody; its caller gets AbortedError. False if it is unknown."""
+        return await self.bridge.ask(lambda engine: engine.abort(request_id))
+
+    async def drain(self, timeout: float, hurry: asyncio.Event | None = None) -> None:
+        """Refuse new calls; let running ones finish until `timeout` seconds or `hurry`; abort what is left then."""
+        self.draining = True
+        if not await self._empty(timeout, hurry):
+            log.warning("%d requests did not finish in time and are aborted", self.running)
+            self.bridge.abort_all()
+            await self._empty(5.0, None)
+
+    async def _empty(self, timeout: float, hurry: asyncio.Event | None) -> bool:
+        """Wait until no call runs; False if it took too long."""
+        deadline = time.monotonic() + timeout
+        while self.running:
+            if time.monotonic() >= deadline or (hurry is not None and hurry.is_set()):
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+
+@functools.lru_cache(maxsize=4)
+def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate.of(tokenizer)
+
+
+def collect(parts: Iterable[Delta]) -> Delta:
+    """What the deltas of one answer add up to, as one delta."""
+    parts = list(parts)
+    last = parts[-1]
+    logprobs = [entry for delta in parts for entry in delta.logprobs or ()]
+    return replace(
+        last,
+        token_ids=[token for delta in parts for token in delta.token_ids],
+        text="".join(delta.text for delta in parts),
+        logprobs=logprobs or None,
+        prompt_logprobs=next((d.prompt_logprobs for d in parts if d.prompt_logprobs is not None), None),
+    )

@@ -1,0 +1,295 @@
+"""OpenAI's request bodies, with the extensions that LLM servers share, and the engine's requests that they mean.
+
+Unknown fields are refused by name, and so are known ones that this server has no answer to: nothing is ignored.
+What a value may be beyond its type is the engine's to say.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from jhybrid.errors import RequestError
+from jhybrid.request import Request, SamplingParams
+
+MAX_PROMPTS = 1024
+TOKEN_ID = re.compile(r"-?\d{1,19}")
+
+SHARED = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "prompt_logprobs",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""Fields that both kinds of generation have, under the names of SamplingParams."""
+
+
+def _refused(reason: str, *harmless: object) -> Callable[[Any], Any]:
+    """Refuses a field unless its value asks for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is None or any(value == known and type(value) is type(known) for known in harmless):
+            return value
+        raise ValueError(f"is not supported: {reason}")
+
+    return check
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_prompts(value: Any) -> list[str | list[Any]]:
+    """One or several prompts, each a text or token ids. What is in the ids is the engine's to check."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a text, a list of token ids, or a list of either")
+    if not value:
+        raise ValueError("is empty; give at least one prompt")
+    kind = str if isinstance(value[0], str) else list if isinstance(value[0], list) else None
+    if kind is None:
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"has {len(value)} prompts, at most {MAX_PROMPTS} allowed; send several requests")
+    for at, prompt in enumerate(value):
+        if not isinstance(prompt, kind):
+            raise ValueError(f"entry {at} is no {'text' if kind is str else 'list of token ids'} as the first one is")
+    return value
+
+
+def _as_text(content: Any) -> Any:
+    """The text of a message: a string, or a list of text parts, which are put on lines of their own."""
+    if not isinstance(content, list):
+        return content
+    for at, part in enumerate(content):
+        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+            raise ValueError(f"part {at} is not {{'type': 'text', 'text': ...}}; only texts are understood")
+        if not isinstance(part["text"], str):
+            raise ValueError(f"text of part {at} must be a string")
+    return "\n".join(part["text"] for part in content)
+
+
+Stop = Annotated[list[str] | None, BeforeValidator(_as_list)]
+Prompts = Annotated[list[Any], BeforeValidator(_as_prompts)]
+Content = Annotated[str, BeforeValidator(_as_text)]
+NoSuffix = Annotated[Any, AfterValidator(_refused("text can only be continued, not filled in", ""))]
+NoTools = Annotated[Any, AfterValidator(_refused("this server parses no tool calls", []))]
+NoToolChoice = Annotated[Any, AfterValidator(_refused("this server parses no tool calls", "none"))]
+NoFormat = Annotated[Any, AfterValidator(_refused("answers are plain text", {"type": "text"}))]
+NoStore = Annotated[Any, AfterValidator(_refused("nothing is kept", False))]
+
+
+class Body(BaseModel):
+    """Strict: `"1"` is no number, and unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chats share. None means that a field was left out."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    snapshot_at: list[int] | None = None
+    user: str | None = None
+    """Who asks; it changes nothing."""
+
+    @property
+    def wants_stream_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def renames(self) -> dict[str, str]:
+        """What fields of the engine's are called here."""
+        return {"prompt_token_ids": "prompt"}
+
+    def check(self) -> None:
+        """What fields mean together. RequestError."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "is for streams; set stream=true or leave it out")
+
+    def _sampling(self, **own: Any) -> SamplingParams:
+        given = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
+        bias: dict[int, float] = {}
+        for key, value in (self.logit_bias or {}).items():
+            if not TOKEN_ID.fullmatch(key):
+                raise RequestError("logit_bias", f"key {key[:40]!r} is no token id")
+            bias[int(key)] = value
+        return SamplingParams(**given, **own, logit_bias=bias)
+
+    def _hints(self) -> dict[str, Any]:
+        return {
+            "priority": self.priority or 0,
+            "cache_salt": self.cache_salt,
+            "snapshot_at": self.snapshot_at or [],
+        }
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: NoSuffix = None
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
+            raise RequestError("best_of", f"{self.best_of} differs from n; only best_of equal to n is supported")
+
+    def requests(self, name: str) -> list[Request]:
+        """One for each prompt."""
+        own: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.max_tokens is not None:
+            own["max_tokens"] = self.max_tokens
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            own["prompt_logprobs"] = self.logprobs
+        sampling = self._sampling(**own)
+        many = len(self.prompt) > 1
+        return [
+            Request(
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=None if isinstance(prompt, str) else prompt,
+                sampling=sampling,
+                request_id=f"{name}-{i}" if many else name,
+                add_special_tokens=self.add_special_tokens is not False,
+                **self._hints(),
+            )
+            for i, prompt in enumerate(self.prompt)
+        ]
+
+
+class Message(Body):
+    role: str
+    content: Content
+    name: str | None = None
+
+
+def rendering(body: "ChatBody | TokenizeBody") -> dict[str, Any]:
+    """What the chat template is given. RequestError."""
+    variables = body.chat_template_kwargs or {}
+    taken = {"messages", "tools", "add_generation_prompt"} & set(variables)
+    if taken:
+        raise RequestError("chat_template_kwargs", f"{', '.join(sorted(taken))}: not here, it is no variable")
+    return {
+        "messages": [message.model_dump(exclude_none=True) for message in body.messages or ()],
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        **variables,
+    }
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: NoTools = None
+    tool_choice: NoToolChoice = None
+    functions: NoTools = None
+    response_format: NoFormat = None
+    store: NoStore = None
+
+    @property
+    def renames(self) -> dict[str, str]:
+        names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+        return names | ({"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else {})
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs", "needs logprobs=true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError("max_completion_tokens", "differs from max_tokens; give one of them")
+
+    def request(self, name: str, prompt: str) -> Request:
+        """`prompt` is what the chat template made; it has its special tokens already."""
+        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        sampling = self._sampling(max_tokens=limit, logprobs=logprobs)
+        return Request(prompt=prompt, sampling=sampling, request_id=name, add_special_tokens=False, **self._hints())
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation as its model would read it."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """RequestError unless exactly one kind of text is there."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt", "give exactly one of prompt and messages")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str = ""
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """A body of JSON. Raises RequestError naming the first field at fault."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+    field = field[:200] or "body"
+    if fault["type"] == "extra_forbidden":
+        raise RequestError(field, "is not a field that this server knows; remove it")
+    raise RequestError(field, fault["msg"].removeprefix("Value error, "))
