@@ -52,6 +52,7 @@ class JambaConfig:
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
         hf.one_of("sliding_window", None)
+        hf.one_of("mamba_inner_layernorms", True, default=True)
         hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
         layers, activation = hf.integer("num_hidden_layers"), hf.activation("hidden_act")
         attended = _every(hf, "attn_layer", layers)

@@ -1,6 +1,7 @@
 """Every family against Hugging Face's numbers, through every kind of step, with all unowned cache rows NaN."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from stepper import QUICK, Stepper
 
 from jhybrid.cache.router import NoCache
-from jhybrid.models import FAMILIES
+from jhybrid.models import FAMILIES, family_for
 from kernels_pallas.spans import dense_spans
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -68,6 +69,26 @@ def test_dense_without_cache(golden: Golden):
     logits = golden.stepper.dense([golden.prompt, changed])
     near(logits[0], golden.numbers["full_logits"])
     near(logits[1, -1], golden.numbers["changed_logits"])
+
+
+@pytest.mark.parametrize(
+    "loaded", ["nemotron_h_dense", "granite_dense", "bamba", "mamba2", "falcon_h1", "zamba2"], indirect=True
+)
+def test_limited_time_steps(golden: Golden):
+    """A `time_step_limit` that binds on both sides."""
+    config = golden.stepper.config
+    limit = tuple(float(bound) for bound in golden.numbers["time_step_limit"])
+    limited = replace(config, mamba=replace(config.mamba, dt_limit=limit))
+    module = family_for(limited).module(limited, jnp.dtype("float32"))
+    variables = {"params": golden.stepper.params}
+
+    def run(ids: jax.Array) -> jax.Array:
+        hidden, _ = module.apply(variables, ids, NoCache(), dense_spans(1, len(golden.prompt)))
+        return module.apply(variables, hidden[-1:], method="logits")
+
+    logits = jax.jit(run, compiler_options=QUICK)(np.array(golden.prompt, np.int32))
+    near(logits[0], golden.numbers["limited_logits"])
+    assert np.abs(logits[0] - golden.numbers["full_logits"][-1]).max() > 50 * ATOL
 
 
 def test_prefill_then_greedy_decode(golden: Golden):
