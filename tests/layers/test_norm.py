@@ -19,6 +19,25 @@ def test_rms_norm():
     np.testing.assert_allclose(ours, rms(x, 0.1) * w, rtol=1e-5)
 
 
+def test_offset_of_the_weight():
+    """Where checkpoints hold weights less 1: a fresh norm has weight 0, and multiplies by 1."""
+    x = np.random.default_rng(0).normal(size=(4, 12))
+    norm = RMSNorm(12, 0.1, jnp.dtype("float32"), offset=1.0)
+    fresh = norm.init(jax.random.key(0), x)
+    assert (fresh["params"]["weight"] == 0).all()
+    np.testing.assert_allclose(norm.apply(fresh, x), rms(x, 0.1), rtol=1e-5)
+    w = np.linspace(-0.5, 0.5, 12)
+    ours = norm.apply({"params": {"weight": jnp.asarray(w, jnp.float32)}}, x)
+    np.testing.assert_allclose(ours, rms(x, 0.1) * (1 + w), rtol=1e-5)
+
+
+def test_gate_of_sigmoid():
+    y, gate = np.random.default_rng(0).normal(size=(2, 4, 12))
+    norm = GatedRMSNorm(12, 1, 1e-5, jnp.dtype("float32"), norm_before_gate=True, activation="sigmoid")
+    ours = norm.apply({"params": {"weight": jnp.ones(12)}}, y, gate)
+    np.testing.assert_allclose(ours, rms(y, 1e-5) / (1 + np.exp(-gate)), rtol=1e-5)
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("norm_before_gate", [False, True])
 def test_gated_norm(groups: int, norm_before_gate: bool):
