@@ -81,6 +81,7 @@ class Qwen3NextConfig:
         head_dim, activation = read_head_dim(hf, hidden), hf.activation("hidden_act")
         rope = hf.rope(head_dim, partial=hf.number("partial_rotary_factor", default=ROTATED_SHARE))
         hf.one_of("attn_output_gate", True, default=True)
+        hf.one_of("use_sliding_window", False, default=False)
         attention = read_attention(hf, hidden, scale=head_dim**-0.5, rope=rope, qk_norm_eps=eps)
         return cls(
             vocab_size=hf.integer("vocab_size"),

@@ -266,6 +266,7 @@ REFUSED = [
         "linear_num_value_heads: 4 is not a multiple of linear_num_key_heads=3",
     ),
     ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob: False is not implemented"),
+    ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
     ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: False is not implemented"),
     ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank: 8 is not implemented"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not implemented"),
