@@ -1,18 +1,22 @@
-"""The command line: `jhybrid serve | client | generate | score | inspect | bench | train`, all with `--json`."""
+"""The command line: a dataclass for each command, whose fields are its flags. All of them take `--json`."""
 
+import contextlib
 import dataclasses
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 import tyro.extras
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from jhybrid.config import EngineConfig, api_keys
 from jhybrid.errors import JhybridError, RequestError
@@ -128,6 +132,57 @@ class Score:
                 for piece, token, score in zip(pieces, tokens, scores, strict=True):
                     table.add_row(repr(piece), str(token), "" if score is None else f"{score:.4f}")
                 Console().print(table)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity and bits per byte of a text file, or of the texts of a .jsonl file."""
+
+    file: Positional[Path]
+    """A text in UTF-8, or a .jsonl file with a text in each line, each scored by itself."""
+    engine: Config = field(default_factory=EngineConfig)
+    text_key: str = "text"
+    """Where the lines of a .jsonl file have their text."""
+    max_length: int | None = None
+    """Tokens that one pass reads. None: one less than max_model_len."""
+    prefix_token_id: int | None = None
+    """The token before the first one of each text. None: BOS, or EOS for a model without."""
+    journal: Path | None = None
+    """Where a killed run goes on from. None: a file in the compilation cache's folder, named after the run."""
+    json: bool = False
+    """One JSON object."""
+
+    def run(self) -> None:
+        from jhybrid.engine import Engine
+        from jhybrid.evaluate.documents import read_documents
+        from jhybrid.evaluate.journal import Journal
+        from jhybrid.evaluate.perplexity import PerplexityRun, default_journal, measure
+
+        documents = read_documents(self.file, self.text_key)
+        with Engine(self.engine) as engine:
+            run = PerplexityRun(engine, documents, max_length=self.max_length, prefix_token_id=self.prefix_token_id)
+            path = self.journal or default_journal(engine, run.identity())
+            journal = None if path is None else Journal(path, run.identity())
+            with _progress("windows", len(run.windows)) as done:
+                figures = measure(run, journal, done)
+            if journal is not None:
+                journal.remove()
+        if self.json:
+            print(json.dumps({"file": str(self.file)} | figures))
+            return
+        table = Table("figure", "value", title=str(self.file))
+        for name, value in figures.items():
+            table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        Console().print(table)
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, and the function that moves it on."""
+    columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.update(task, advance=count)
 
 
 @dataclass(frozen=True)
@@ -257,6 +312,7 @@ COMMANDS = {
     "client": ClientCommand,
     "generate": Generate,
     "score": Score,
+    "perplexity": Perplexity,
     "inspect": Inspect,
     "bench": Bench,
     "train": Train,

@@ -242,7 +242,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever it is, it fails this step's sequences and no others
             self._fail_step(plan, error)
             return None
-        self.stats.launched(plan)
+        self.stats.launched(plan, batch.bucket.tokens)
         return flight
 
     def _saw_hit(self, sequence: Sequence) -> None:

@@ -25,6 +25,9 @@ class Stats:
         self.steps = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.scheduled_tokens = 0
+        self.batch_tokens = 0
+        """Tokens of the steps, and the positions that the device computed for them, padding included."""
         self.failed_steps = 0
         self.failed_sequences = 0
         self.seconds = {"step": 0.0, "launch": 0.0, "wait": 0.0}
@@ -32,9 +35,11 @@ class Stats:
         self._logged_at = time.monotonic()
         self._logged_tokens = 0
 
-    def launched(self, plan: Plan) -> None:
-        """Count a step that has started."""
+    def launched(self, plan: Plan, batch_tokens: int) -> None:
+        """Count a step that has started, in a batch of so many positions."""
         self.steps += 1
+        self.scheduled_tokens += sum(item.num_tokens for item in plan.items)
+        self.batch_tokens += batch_tokens
         self.prompt_tokens += sum(
             min(item.num_tokens, item.sequence.prompt_len - item.first_pos)
             for item in plan.items

@@ -1,0 +1,1 @@
+"""Offline evaluation: log-likelihoods, perplexity, the tasks of lm-evaluation-harness, batch files."""

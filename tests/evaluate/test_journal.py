@@ -1,0 +1,43 @@
+"""Journal: what was written is there after a kill, what was half written is not."""
+
+from pathlib import Path
+
+import pytest
+
+from jhybrid.errors import ConfigError
+from jhybrid.evaluate.journal import Journal
+
+
+def test_entries_survive_and_a_torn_line_is_dropped(tmp_path: Path):
+    path = tmp_path / "deep" / "run.jsonl"
+    with Journal(path, {"model": "a"}) as journal:
+        journal.append({"n": 1})
+        journal.append({"n": 2})
+    path.write_bytes(path.read_bytes()[:-3])
+    with Journal(path, {"model": "a"}) as journal:
+        assert journal.entries == [{"n": 1}]
+        journal.append({"n": 3})
+    with Journal(path, {"model": "a"}) as journal:
+        assert journal.entries == [{"n": 1}, {"n": 3}]
+        journal.remove()
+    assert not path.exists()
+
+
+def test_a_torn_first_line_begins_anew(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b'{"mod')
+    with Journal(path, {"model": "a"}) as journal:
+        journal.append({"n": 1})
+    with Journal(path, {"model": "a"}) as journal:
+        assert journal.entries == [{"n": 1}]
+
+
+def test_another_run_s_journal_is_refused(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    Journal(path, {"model": "a", "length": 3}).close()
+    with pytest.raises(ConfigError, match=r"is of another run \(length, model differ\)"):
+        Journal(path, {"model": "b"})
+    path.write_text("To be, or not to be\n")
+    with pytest.raises(ConfigError, match="is no journal"):
+        Journal(path, {"model": "a"})
+    assert path.read_text() == "To be, or not to be\n"

@@ -1,0 +1,136 @@
+"""Perplexity: the table's figures, a resumed run equal to an uninterrupted one, and the command on the demo model."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from jhybrid import cli
+from jhybrid.errors import ConfigError, RequestError
+from jhybrid.evaluate.documents import Document, read_documents
+from jhybrid.evaluate.journal import Journal
+from jhybrid.evaluate.perplexity import PerplexityRun, prefix_token
+from tests.evaluate.toy_text import BOS, EOS, LetterTokenizer, by_hand, text_engine
+
+TEXTS = ["the rain in spain stays mainly in the plain. " * 5, "ay", " to be.\nor not.\n"]
+
+
+class Killed(Exception):
+    """The run's process is gone."""
+
+
+def brute_force(text: str, prefix: int, length: int) -> float:
+    """Each token given the prefix (in the first window) or the tokens before it, as the harness's windows have it."""
+    tokens = LetterTokenizer().encode(text)
+    total = 0.0
+    for at in range(len(tokens)):
+        number = at // length
+        end = min((number + 1) * length, len(tokens))
+        history = [prefix, *tokens[:at]] if number == 0 else tokens[end - length - 1 : at]
+        total += by_hand([*history, tokens[at]], len(history))[0]
+    return total
+
+
+@pytest.mark.parametrize("length", [1, 7, 63])
+@pytest.mark.parametrize("prefix", [None, EOS])
+def test_figures_are_the_table_s(length: int, prefix: int | None):
+    engine, _ = text_engine()
+    run = PerplexityRun(engine, [Document(t) for t in TEXTS], max_length=length, prefix_token_id=prefix)
+    found = run.run().figures()
+    total = sum(brute_force(text, BOS if prefix is None else prefix, length) for text in TEXTS)
+    letters = sum(len(text) for text in TEXTS)
+    assert found["loglikelihood"] == pytest.approx(total, rel=1e-12)
+    assert found["tokens"] == found["bytes"] == letters
+    assert found["words"] == 46 + 1 + 6  # white space at an end makes one more, as in the harness
+    assert found["bits_per_byte"] == pytest.approx(-total / letters / math.log(2))
+    assert found["token_perplexity"] == pytest.approx(math.exp(-total / letters))
+    assert found["byte_perplexity"] == found["token_perplexity"]
+    assert found["word_perplexity"] == pytest.approx(math.exp(-total / 53))
+
+
+def test_the_prefix_changes_the_first_window_alone():
+    engine, _ = text_engine()
+    a, b = (PerplexityRun(engine, [Document(TEXTS[0])], max_length=7, prefix_token_id=token) for token in (BOS, EOS))
+    assert [w.tokens for w in a.windows[1:]] == [w.tokens for w in b.windows[1:]]
+    assert (a.windows[0].tokens[0], b.windows[0].tokens[0]) == (BOS, EOS)
+    assert a.run() != b.run()
+
+
+def test_prefix_token_is_bos_then_eos():
+    tokenizer = LetterTokenizer()
+    engine, _ = text_engine(tokenizer)
+    assert prefix_token(engine, None) == BOS
+    tokenizer.bos_token_id = None
+    assert prefix_token(engine, None) == EOS
+    tokenizer.eos_token_ids = ()
+    with pytest.raises(ConfigError, match="neither BOS nor EOS"):
+        prefix_token(engine, None)
+    with pytest.raises(ConfigError, match=r"prefix_token_id: 64 is not in \[0, 64\)"):
+        prefix_token(engine, 64)
+
+
+def killed_after(windows: int):
+    seen = 0
+
+    def done(count: int) -> None:
+        nonlocal seen
+        seen += count
+        if seen >= windows:
+            raise Killed
+
+    return done
+
+
+@pytest.mark.parametrize("windows", [1, 4, 9])
+def test_a_killed_run_goes_on_and_gives_the_same(tmp_path: Path, windows: int):
+    documents = [Document(t) for t in TEXTS]
+    engine, _ = text_engine()
+    whole = PerplexityRun(engine, documents, max_length=7)
+    expected = whole.run()
+    path = tmp_path / "journal"
+    with pytest.raises(Killed), Journal(path, {"run": 1}) as journal:
+        PerplexityRun(engine, documents, max_length=7).run(journal, killed_after(windows))
+    engine, runner = text_engine()
+    again = PerplexityRun(engine, documents, max_length=7)
+    with Journal(path, {"run": 1}) as journal:
+        assert again.run(journal) == expected
+    assert again.resumed_windows == (windows - 1) // 4 * 4  # whole blocks of 4
+    assert runner.calls > 0
+
+
+def test_documents_of_a_file(tmp_path: Path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "one\u2028two", "body": "three"}\n\n{"text": "", "body": "four"}\n')
+    assert read_documents(file) == [Document("one\u2028two")]
+    assert read_documents(file, "body") == [Document("three"), Document("four")]
+    with pytest.raises(RequestError, match="line 1 has no text under 'title'"):
+        read_documents(file, "title")
+    plain = tmp_path / "play.txt"
+    plain.write_text("To be\n\nor not\n")
+    [document] = read_documents(plain)
+    assert (document.num_words, document.num_bytes) == (5, 14)
+    assert Document("\u00e9\ud800").num_bytes == 5
+    plain.write_bytes(b"\xff\xfe")
+    with pytest.raises(RequestError, match="cannot be read as UTF-8"):
+        read_documents(plain)
+
+
+def test_the_command_on_the_demo_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "play.txt"
+    file.write_text("KING.\nMy lord, I am the king of England, and you are not.\n" * 8)
+    small = ["--max-num-seqs", "2", "--max-model-len", "128", "--max-num-batched-tokens", "32"]
+    command = ["jhybrid", "perplexity", str(file), "--model", "demo", *small]
+    monkeypatch.setattr(sys, "argv", [*command, "--json"])
+    cli.main()
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["windows"] == 2
+    assert figures["prefix_token_id"] == 0
+    assert figures["bytes"] == file.stat().st_size
+    assert 0.1 < figures["bits_per_byte"] < 2.5  # the demo's is 1.9 on new text, and this one repeats itself
+    monkeypatch.setattr(sys, "argv", command)
+    cli.main()
+    assert f"{figures['bits_per_byte']:.4g}" in capsys.readouterr().out
