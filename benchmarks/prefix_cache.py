@@ -8,6 +8,7 @@ turn of a 2,000-token chat on the demo model, hit against cold. `dtypes` compare
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -42,30 +43,39 @@ COST = Cost(
 CONSOLE = Console()
 
 
-class EveryN(Ledger):
+class Fixed(Ledger):
+    """Snapshots at boundaries that do not depend on what is cached, and none is taken back."""
+
+    def _wanted(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Boundaries in (start, end] at which to leave one."""
+        raise NotImplementedError
+
+    def _targets(self, sequence: Sequence, hit: Hit) -> list[int]:
+        return []
+
+    def snapshots_for(self, sequence: Sequence, first_pos: int, num_tokens: int) -> dict[int, int]:
+        holding = sequence.holding
+        assert holding is not None
+        rows = {at: self._take_snapshot(None) for at in self._wanted(sequence, first_pos, first_pos + num_tokens)}
+        holding.snapshots |= {at: row for at, row in rows.items() if row is not None}
+        return holding.snapshots
+
+
+class EveryN(Fixed):
     """What common engines do: a state at every so many tokens of prompt and answer, and nowhere else."""
 
     interval = 512
 
-    def _targets(self, sequence: Sequence, hit: Hit) -> list[int]:
-        last = (len(sequence.token_ids) - 1) // self.page_size * self.page_size
-        return [at for at in range(self.interval, last + 1, self.interval) if at > hit.tokens]
-
-    def snapshots_for(self, sequence: Sequence, first_pos: int, num_tokens: int) -> dict[int, int]:
-        if num_tokens == 1 and (first_pos + 1) % self.interval:
-            return {}
-        return super().snapshots_for(sequence, first_pos, num_tokens)
+    def _wanted(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        return list(range((start // self.interval + 1) * self.interval, end + 1, self.interval))
 
 
-class LastOnly(Ledger):
-    """The state at the end of the prompt, and nowhere else."""
+class LastOnly(Fixed):
+    """The state at the last page boundary of the prompt, and nowhere else."""
 
-    def _targets(self, sequence: Sequence, hit: Hit) -> list[int]:
-        last = (len(sequence.token_ids) - 1) // self.page_size * self.page_size
-        return [last] if last > hit.tokens else []
-
-    def snapshots_for(self, sequence: Sequence, first_pos: int, num_tokens: int) -> dict[int, int]:
-        return {} if num_tokens == 1 else super().snapshots_for(sequence, first_pos, num_tokens)
+    def _wanted(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        last = (sequence.prompt_len - 1) // self.page_size * self.page_size
+        return [last] if start < last <= end else []
 
 
 def books(kind: type[Ledger], alpha: float, memory: float, state_bytes: int = STATE_BYTES) -> Ledger:
@@ -77,28 +87,20 @@ def books(kind: type[Ledger], alpha: float, memory: float, state_bytes: int = ST
 
 def bound(visits: list[Visit]) -> int:
     """Tokens that any cache could have saved, with room for everything and a state at every page."""
-    seen: set[bytes] = set()
+    seen: set[int] = set()
     total = 0
     for visit in visits:
-        everything = np.array(visit.prompt + visit.answer[:-1], np.int32)
-        keys = [everything[: end * PAGE].tobytes() for end in range(1, len(everything) // PAGE + 1)]
-        hashes = _chain(keys)
-        depth = 0
-        for key in hashes[: (len(visit.prompt) - 1) // PAGE]:
-            if key not in seen:
-                break
-            depth += 1
-        total += depth * PAGE
-        seen.update(hashes)
+        chain = _chain(visit.prompt + visit.answer[:-1])
+        known = itertools.takewhile(seen.__contains__, chain[: (len(visit.prompt) - 1) // PAGE])
+        total += sum(1 for _ in known) * PAGE
+        seen.update(chain)
     return total
 
 
-def _chain(keys: list[bytes]) -> list[int]:
-    value, chain = 0, []
-    for key in keys:
-        value = hash((value, key[-4 * PAGE :]))
-        chain.append(value)
-    return chain
+def _chain(tokens: list[int]) -> list[int]:
+    """A hash of every prefix of whole pages."""
+    pages = (tuple(tokens[at : at + PAGE]) for at in range(0, len(tokens) // PAGE * PAGE, PAGE))
+    return list(itertools.accumulate(pages, lambda value, page: hash((value, page)), initial=0))[1:]
 
 
 def run_trace(
@@ -111,7 +113,7 @@ def run_trace(
     for visit in visits:
         saved += replay(ledger, visit)
         if policy == "flop_aware":
-            tuner.saw(visit)
+            tuner.saw(visit.salt, visit.prompt + visit.answer, len(visit.prompt))
             while tuner.turn(ledger.tree.evicted_snapshots + ledger.tree.evicted_pages > 0):
                 pass
     return saved

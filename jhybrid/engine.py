@@ -14,7 +14,6 @@ from typing import NamedTuple, Self
 
 from jhybrid import compilations
 from jhybrid.batch import Packer
-from jhybrid.cache.replay import Visit
 from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
@@ -85,8 +84,15 @@ class Engine:
         self._names = (f"req-{i}" for i in self._numbers)
         self._compiled_before = compilations.count()
         self._closed = False
-        exact = model.dtype == "float32" and config.snapshot_dtype == "auto" and config.state_dtype == "float32"
-        self._guard = Guard(config.verify_hits, EXACT if exact else ROUGH, config.page_size, config.base_seed)
+        parts = [part for part, _ in model.router.arrays.values()]
+        exact = {model.dtype, *(part.dtype for part in parts)} == {"float32"} and config.snapshot_dtype == "auto"
+        self._guard = Guard(
+            config.verify_hits,
+            EXACT if exact else ROUGH,
+            config.page_size,
+            needs_state=model.router.has_slots,
+            seed=config.base_seed,
+        )
         self._checks: dict[str, tuple[Check, bool]] = {}  # by name of the request; whether it is the cold one
         tree = self.ledger.tree
         tunes = tree is not None and config.eviction_policy == "flop_aware"
@@ -178,11 +184,12 @@ class Engine:
 
         That is checking hits (`verify_hits`), for which steps are to follow, and tuning the eviction policy.
         """
-        if self.has_work:
-            return False
+        return not self.has_work and (self._begin_check() or self._tune())
+
+    def _begin_check(self) -> bool:
         check = self._guard.next()
         if check is None:
-            return self._tune()
+            return False
         sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
         request = Request(prompt_token_ids=check.prompt, sampling=sampling, cache_salt=check.salt)
         for is_cold in (False, True):
@@ -202,14 +209,14 @@ class Engine:
         if len(check.answers) == 2:
             verdict = self._guard.judge(check)
             self.ledger.counts.verified += verdict.worst is not None
-            if verdict.is_wrong:
+            if verdict.forget is not None:
                 log.error(
                     "a cached prefix of %d tokens gave log-probabilities that differ by %s from computing it again; "
                     "it is forgotten",
                     len(check.prompt) - 1,
                     verdict.worst,
                 )
-                self.ledger.quarantine(check.node)
+                self.ledger.quarantine(verdict.forget)
         return True
 
     def _tune(self) -> bool:
@@ -229,7 +236,8 @@ class Engine:
         try:
             for sequence in plan.admitted:
                 if sequence in self._submitted:  # not a preempted one, which comes in again
-                    self._saw_hit(sequence)
+                    if sequence.hit is not None:
+                        self._guard.saw(sequence.hit, sequence.request.cache_salt, sequence.token_ids)
                     self._queued[sequence] = time.perf_counter() - self._submitted.pop(sequence)
                 self.packer.admit(sequence)
                 adjusted = adjustments(sequence, self.model.vocab_size)
@@ -244,11 +252,6 @@ class Engine:
             return None
         self.stats.launched(plan, batch.bucket.tokens)
         return flight
-
-    def _saw_hit(self, sequence: Sequence) -> None:
-        holding = sequence.holding
-        if sequence.cached_tokens and holding is not None and holding.node is not None:
-            self._guard.saw(holding.node, sequence.request.cache_salt, sequence.token_ids)
 
     def _land(self, flight: Flight | None) -> list[Delta]:
         if flight is None:
@@ -294,6 +297,8 @@ class Engine:
         sequence = item.sequence
         if token < 0:  # also where nothing is sampled: what it computed must not be shared
             at = item.first_pos + item.num_tokens - 1
+            if sequence.hit is not None and not sequence.is_check:
+                self._guard.suspect(sequence.hit, sequence.request.cache_salt, sequence.token_ids)
             return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
         if sequence.prompt_logprobs is not None and not prompt_entries(item, result, start):
             return self._failure(sequence, StepError(f"log-probabilities of the prompt near {item.first_pos} are NaN"))
@@ -342,17 +347,17 @@ class Engine:
 
     def _failure(self, sequence: Sequence, error: Exception) -> Delta:
         self.stats.failed_sequences += 1
-        return self._end(sequence, Delta(sequence.request_id, sequence.index, finish_reason="error", error=str(error)))
+        delta = Delta(sequence.request_id, sequence.index, finish_reason="error", error=str(error))
+        delta.cached_tokens = sequence.cached_tokens
+        return self._end(sequence, delta)
 
     def _end(self, sequence: Sequence, last: Delta) -> Delta:
         """Close a sequence's books; `last` is its last delta, which gets the text that was held back."""
         last.text += sequence.detokenizer.finish()
         for times in (self._submitted, self._queued):
             times.pop(sequence, None)
-        if self._tuner is not None and not sequence.is_check:
-            split = sequence.prompt_len
-            visit = Visit(sequence.request.cache_salt, sequence.token_ids[:split], sequence.token_ids[split:])
-            self._tuner.saw(visit)
+        if self._tuner is not None and sequence.dispatched and not sequence.is_check:
+            self._tuner.saw(sequence.request.cache_salt, sequence.token_ids, sequence.prompt_len)
         self.scheduler.finish(sequence)
         siblings = self._sequences[sequence.request_id]
         siblings.remove(sequence)
@@ -399,9 +404,10 @@ class Engine:
                     outputs[delta.request_id].add(delta)
         finally:
             self._leave(outputs)
-        while self._guard.rate and self.idle():
+        while not self.has_work and self._begin_check():
             while self._checks:
-                self._told += self.step()
+                deltas = self.step()
+                self._told += deltas
         return list(outputs.values())
 
     def _takes(self, n: int) -> bool:

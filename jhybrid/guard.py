@@ -4,6 +4,7 @@ The engine tells it of hits and asks it for checks when there is nothing else to
 hit's prefix and one token more, one that starts from the cached prefix and one that uses nothing of the cache.
 """
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,18 +28,22 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check came to: `worst` is the largest difference of log-probabilities; None if it proved nothing."""
+    """What a check came to: `worst` is the largest difference of log-probabilities; None if it proved nothing.
+
+    `forget` is set if the hit was wrong: the first node after the last ancestor that could be hit by itself.
+    """
 
     check: Check
     worst: float | None
-    is_wrong: bool
+    forget: Node | None = None
 
 
 class Guard:
     """Chooses `rate` of all hits; log-probabilities may differ by `tolerance`."""
 
-    def __init__(self, rate: float, tolerance: float, page_size: int, seed: int = 0):
+    def __init__(self, rate: float, tolerance: float, page_size: int, *, needs_state: bool, seed: int = 0):
         self.rate, self.tolerance = rate, tolerance
+        self._needs_state = needs_state
         self._page_size = page_size
         self._random = random.Random(seed)
         self._waiting: deque[Check] = deque()
@@ -46,34 +51,40 @@ class Guard:
     def saw(self, node: Node, salt: Salt, token_ids: list[int]) -> None:
         """A sequence with these tokens has started from this node."""
         if self.rate and self._random.random() < self.rate and len(self._waiting) < QUEUE:
-            self._waiting.append(Check(node, salt, token_ids[: node.depth * self._page_size + 1]))
+            self._waiting.append(self._check(node, salt, token_ids))
+
+    def suspect(self, node: Node, salt: Salt, token_ids: list[int]) -> None:
+        """A sequence that started from this node has failed with logits that are not finite: check it in any case."""
+        if all(check.node is not node for check in self._waiting):
+            self._waiting.appendleft(self._check(node, salt, token_ids))
+
+    def _check(self, node: Node, salt: Salt, token_ids: list[int]) -> Check:
+        return Check(node, salt, token_ids[: node.depth * self._page_size + 1])
 
     def next(self) -> Check | None:
         """The next check to run; those whose prefix has been forgotten meanwhile are skipped."""
         while self._waiting:
             check = self._waiting.popleft()
-            if check.node.alive:
+            if check.node.alive and (check.node.snapshot is not None or not self._needs_state):
                 return check
         return None
 
     def judge(self, check: Check) -> Verdict:
-        """Compare the two answers of a check. After a wrong one its nearest ancestor that can be hit is next."""
+        """Compare the two answers of a check. After a wrong one, the nearest ancestor with a state is checked next."""
         hit, cold = check.answers[False], check.answers[True]
         depth = check.node.depth * self._page_size
-        if hit.cached_tokens != depth or not hit.logprobs or not cold.logprobs:
-            return Verdict(check, None, False)  # evicted before its turn, or ended early
-        worst = _distance(hit.logprobs[0], cold.logprobs[0])
-        is_wrong = not worst <= self.tolerance
-        if is_wrong:
-            self._suspect_ancestor(check)
-        return Verdict(check, worst, is_wrong)
-
-    def _suspect_ancestor(self, check: Check) -> None:
-        is_hybrid, node = check.node.snapshot is not None, check.node.parent
-        while node is not None and is_hybrid and node.snapshot is None:
+        if hit.cached_tokens != depth or not cold.logprobs:
+            return Verdict(check, None)  # evicted before its turn, or ended early
+        # Where the hit alone has failed, what it started from is not even finite.
+        worst = _distance(hit.logprobs[0], cold.logprobs[0]) if hit.logprobs else math.inf
+        if worst <= self.tolerance:
+            return Verdict(check, worst)
+        node = check.node
+        while node.parent is not None and node.parent.depth and node.parent.snapshot is None:
             node = node.parent
-        if node is not None and node.depth:
-            self._waiting.appendleft(Check(node, check.salt, check.prompt[: node.depth * self._page_size + 1]))
+        if node.parent is not None and node.parent.depth:
+            self._waiting.appendleft(self._check(node.parent, check.salt, check.prompt))
+        return Verdict(check, worst, forget=node)
 
 
 def _distance(hit: TokenLogprobs, cold: TokenLogprobs) -> float:

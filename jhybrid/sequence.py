@@ -60,7 +60,9 @@ class Sequence:
     pending: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    hit: Node | None = None  # of the prefix tree, from which it started last
     miss_cause: str | None = None  # why the prefix cache had keys and values of more tokens, but no state
+    keys: list[bytes] = field(default_factory=list)  # full pages of `token_ids`, as the prefix tree knows them
     is_check: bool = False  # made by the guard; not counted
     is_cold: bool = False  # neither uses the prefix cache nor adds to it, to check it
     awaited: "tuple[Sequence, Holding, int] | None" = None  # who computes a prefix of this one, up to which boundary

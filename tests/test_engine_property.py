@@ -62,6 +62,14 @@ class Life:
             [Member((i.sequence.request_id, i.sequence.index), i.first_pos, i.samples) for i in batch.items]
         )
 
+    def evict(self) -> None:
+        """Give up one idle page and one snapshot, as if there were no room for them."""
+        ledger = self.engine.ledger
+        if ledger.tree is not None:
+            ledger.tree.evict_page()
+            ledger.tree.evict_snapshot()
+            ledger._collect()
+
     def submit(self, request: Request) -> str:
         name = self.engine.submit(request)
         assert request.prompt_token_ids is not None
@@ -376,7 +384,7 @@ def play(life: Life, script: list) -> None:
                     life.step()
         elif action[0] == "evict":
             for _ in range(action[1]):
-                life.engine.ledger.evict()
+                life.evict()
             life.check_ledger()
         elif action[0] == "again":  # the next turn of a conversation
             outputs = [o for o in life.outputs.values() if o.finished and o.finish_reason != "error"]

@@ -97,6 +97,12 @@ def plan_memory(
         if snapshot_dtype != "auto":
             size, staged = bytes_per_snapshot(router, snapshot_dtype), max_num_seqs + 1
             left -= staged * router.bytes_per_slot
+            if left < 0:
+                raise OutOfMemoryError(
+                    f"snapshot_dtype={snapshot_dtype} stages snapshots in {staged} slots of {router.bytes_per_slot} B, "
+                    f"{left + staged * router.bytes_per_slot} B are left; "
+                    "use snapshot_dtype=auto, a lower max_num_seqs, or no prefix caching"
+                )
         snapshots = _plan_snapshots(snapshot_slots, max_num_seqs, left, size)
         left -= snapshots * size
     pages = 0
@@ -134,13 +140,13 @@ def plan_memory(
 def _plan_snapshots(asked: int | None, max_num_seqs: int, left: int, size: int) -> int:
     if asked is None:
         count = min(4 * max_num_seqs + 16, _steady(left // 4 // size))
-        if count:
+        if count > 0:
             return count
         asked = 1
     if asked * size > left:
         raise OutOfMemoryError(
             f"snapshot_slots={asked} need {asked * size} B, {left} B are left; "
-            f"use snapshot_slots of at most {left // size}, a lower max_num_seqs, or no prefix caching"
+            f"use snapshot_slots of at most {max(0, left // size)}, a lower max_num_seqs, or no prefix caching"
         )
     return asked
 

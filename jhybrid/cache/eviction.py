@@ -29,14 +29,22 @@ class Cost:
 
 
 class Policy:
-    """Scores nodes; the lowest goes first. Scores are times, so that they need no update while time passes."""
+    """Scores nodes; the lowest goes first. Scores are times, so that they need no update while time passes.
+
+    They do when `version` changes: another alpha was set, or the range of FLOPs per byte has grown a lot.
+    """
 
     def __init__(self, cost: Cost, *, alpha: float, span: int):
         """`alpha` weighs FLOPs per byte against recency (0: recency alone) over a range of `span` admissions."""
         self.cost = cost
         self.alpha = alpha
+        self.version = 0
         self._span = max(1, span)
         self._best = 0.0  # most FLOPs per byte seen
+
+    def set_alpha(self, alpha: float) -> None:
+        self.alpha = alpha
+        self.version += 1
 
     def page_score(self, node: Node) -> float:
         """Of an idle leaf: its page goes, and its snapshot with it."""
@@ -61,7 +69,9 @@ class Policy:
         if not self.alpha:
             return 0.0
         efficiency = self.cost.flops(start, end) / max(1, size)
-        self._best = max(self._best, efficiency)
+        if efficiency > self._best:
+            self.version += self._best * 1.5 < efficiency
+            self._best = efficiency
         return self.alpha * self._span * efficiency / self._best if self._best else 0.0
 
 
@@ -75,6 +85,7 @@ class Candidates:
         self._is_candidate = is_candidate
         self._heap: list[tuple[float, int, Node]] = []
         self._order = itertools.count()
+        self._kept = 0  # entries when dead ones were last thrown out
 
     def push(self, node: Node) -> None:
         """A node that may be taken from now on. Pushing it again is harmless."""
@@ -82,6 +93,20 @@ class Candidates:
             return
         node.queued |= self._bit
         heapq.heappush(self._heap, (self._score(node), next(self._order), node))
+        if len(self._heap) > 2 * self._kept + 64:  # perhaps mostly dead
+            self.rescore()
+
+    def rescore(self) -> None:
+        """Throw out what is no candidate, and score the others anew."""
+        nodes = [(order, node) for _, order, node in self._heap]
+        for _, node in nodes:
+            node.queued &= ~self._bit
+        nodes = [(order, node) for order, node in nodes if self._is_candidate(node)]
+        for _, node in nodes:
+            node.queued |= self._bit
+        self._heap = [(self._score(node), order, node) for order, node in nodes]
+        heapq.heapify(self._heap)
+        self._kept = len(self._heap)
 
     def pop(self) -> Node | None:
         """The candidate of the lowest score, or None."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from jhybrid.cache.node import Node
 from jhybrid.cache.pages import RowPool
+from jhybrid.cache.prefills import Prefills
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.errors import SlotPoolEmptyError
 from jhybrid.sequence import Holding, Sequence
@@ -27,7 +28,7 @@ class Hit:
 
     `path` are the nodes of those positions, the last with the state to start from (`source`; None without recurrent
     layers). Keys and values alone reach to `kv_tokens`; where that is further, `cause` says why the state is not.
-    `waits` is set when another sequence is just computing more of the same prefix.
+    `waits` is set when another sequence is just computing more of the same prefix, which was then asked to leave it.
     """
 
     tokens: int = 0
@@ -85,7 +86,7 @@ class Ledger:
         self._in_this_step = 0
         self.tree = None if num_slots and not num_snapshots else tree
         self.counts = PrefixCounts()
-        self._prefilling: dict[tuple[str | None, bytes], list[Sequence]] = {}  # by their first page
+        self._prefills = Prefills(page_size, needs_state=num_slots > 0)
 
     # match
 
@@ -94,10 +95,10 @@ class Ledger:
         most = sequence.first_needed // self.page_size
         if self.tree is None or sequence.is_cold or (sequence.prompt_logprobs is not None and not most):
             return Hit(cause="disabled")
-        if sequence.awaited is not None and self._is_coming(*sequence.awaited):
+        if self._prefills.still_waits(sequence):
             return Hit(waits=True)
         sequence.awaited = None
-        keys = self._keys(sequence.token_ids, len(sequence.token_ids) // self.page_size)
+        keys = self._keys(sequence)
         path = list(self.tree.walk(sequence.request.cache_salt, keys))
         beyond = path[most] if len(path) > most else None  # a page of which every token is asked for again
         path = path[:most]
@@ -110,7 +111,7 @@ class Ledger:
         if depth < len(path):
             hit.cause = self._cause(path, beyond)
         hit.idle = sum(not node.refs for node in hit.path)
-        hit.waits = self._await(sequence, keys[:most], depth)
+        hit.waits = self._prefills.wait(sequence, keys[:most], depth)
         return hit
 
     def _cause(self, path: list[Node], beyond: Node | None) -> MissCause:
@@ -121,44 +122,15 @@ class Ledger:
             return "evicted"
         return "no_branch" if path[-1].children else "never_saved"
 
-    def _keys(self, token_ids: list[int], pages: int) -> list[bytes]:
-        """The first pages' tokens, as the tree knows them."""
-        tokens = array("i", token_ids[: pages * self.page_size]).tobytes()
-        width = 4 * self.page_size
-        return [tokens[at : at + width] for at in range(0, len(tokens), width)]
-
-    def _await(self, sequence: Sequence, keys: list[bytes], depth: int) -> bool:
-        """Whether a sequence under way computes more of this prefix, and will leave it; asks it to, if it still can."""
-        if len(keys) <= depth:
-            return False
-        for other in self._prefilling.get((sequence.request.cache_salt, keys[0]), ()):
-            holding = other.holding
-            assert holding is not None
-            shared = 0
-            while shared < min(len(keys), len(holding.keys)) and keys[shared] == holding.keys[shared]:
-                shared += 1
-            boundary = self._boundary_to_come(other, shared * self.page_size)
-            if boundary > depth * self.page_size:
-                sequence.awaited = (other, holding, boundary)
-                return True
-        return False
-
-    def _boundary_to_come(self, other: Sequence, shared: int) -> int:
-        """The deepest boundary of at most `shared` tokens that a sequence under way is going to publish; 0 for none."""
-        holding = other.holding
-        assert holding is not None
-        if not self.slots.size:
-            return shared if shared > holding.published * self.page_size else 0
-        if other.dispatched < shared and shared not in holding.targets:
-            holding.targets = sorted([*holding.targets, shared])
-        coming = [b for b in (*holding.targets, *holding.snapshots) if b <= shared]
-        return max(coming, default=0)
-
-    def _is_coming(self, other: Sequence, holding: Holding, boundary: int) -> bool:
-        """Whether a boundary is still to be published by the sequence that was asked for it."""
-        if other.holding is not holding or holding.published * self.page_size >= boundary:
-            return False
-        return not self.slots.size or boundary in holding.snapshots or boundary in holding.targets
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        """The full pages of a sequence's known tokens, as the tree knows them."""
+        keys, width = sequence.keys, 4 * self.page_size
+        ids = sequence.token_ids[
+            len(keys) * self.page_size : len(sequence.token_ids) // self.page_size * self.page_size
+        ]
+        tokens = array("i", ids).tobytes()
+        keys += [tokens[at : at + width] for at in range(0, len(tokens), width)]
+        return keys
 
     # reserve
 
@@ -175,8 +147,8 @@ class Ledger:
         """Make a sequence hold what positions [0, tokens) need: pages, and on admission a row and a slot.
 
         On admission its first `hit.tokens` positions are the tree's. Returns False, with nothing changed, when there
-        are not enough pages. Raises SlotPoolEmptyError, with nothing changed, when the pool of slots or rows is
-        empty, which only a bug can cause.
+        are not enough pages. Raises SlotPoolEmptyError, with nothing held, when the pool of slots or rows is empty,
+        which only a bug can cause.
         """
         holding = sequence.holding
         if holding is not None:
@@ -193,10 +165,10 @@ class Ledger:
             pages = self._take_pages(self.pages_for(tokens) - (len(hit.path) if self.pages.size else 0))
             holding = None if pages is None else self._admit(pages)
         except SlotPoolEmptyError:
-            self._unpin(hit.path)
+            self._unpin(hit.path[-1] if hit.path else None)
             raise
         if holding is None:
-            self._unpin(hit.path)
+            self._unpin(hit.path[-1] if hit.path else None)
             return False
         sequence.holding = holding
         if self.tree and not sequence.is_cold:
@@ -233,15 +205,14 @@ class Ledger:
         holding.published = len(hit.path)
         holding.node = hit.path[-1] if hit.path else None
         holding.source = hit.source
+        sequence.hit = holding.node
         self.tree.touch(hit.path, hit.source)
         if hit.source is not None:
             self.tree.start_reading(hit.source)
-        known = len(sequence.token_ids)
-        holding.keys = self._keys(sequence.token_ids, (known - 1) // self.page_size)
+        holding.keys = self._keys(sequence)[: (len(sequence.token_ids) - 1) // self.page_size]
         if self.slots.size:
             holding.targets = self._targets(sequence, hit)
-        if holding.keys:
-            self._prefilling.setdefault((sequence.request.cache_salt, holding.keys[0]), []).append(sequence)
+        self._prefills.add(sequence, holding)
         self._count(sequence, hit)
 
     def _targets(self, sequence: Sequence, hit: Hit) -> list[int]:
@@ -290,13 +261,12 @@ class Ledger:
         targets = []
         while holding.targets and holding.targets[0] <= end:
             targets.append(holding.targets.pop(0))
-        if end > len(holding.keys) * self.page_size and end % self.page_size == 0:
+        is_tail = end > len(holding.keys) * self.page_size and end % self.page_size == 0
+        if is_tail:
             targets.append(end)
-            if not self.snapshots.free:  # rather its own oldest than somebody else's
-                self._keep_tails(holding, TAILS - 1)
         rows = {}
-        for boundary in targets:
-            row = self._take_snapshot()
+        for boundary in reversed(targets):  # if they cannot all be had, the deepest are worth most
+            row = self._take_snapshot(holding if is_tail else None)
             if row is not None:
                 rows[boundary] = row
         holding.snapshots |= rows
@@ -309,11 +279,14 @@ class Ledger:
             self.tree.supersede(holding.tails.pop(0))
         self._collect()
 
-    def _take_snapshot(self) -> int | None:
+    def _take_snapshot(self, decoding: Holding | None) -> int | None:
+        """A row, evicting if need be; for a sequence that is decoding rather its own oldest than somebody else's."""
         assert self.tree is not None
         if self._in_this_step == self._max_per_step:
             self.counts.snapshots_skipped += 1
             return None
+        if not self.snapshots.free and decoding is not None:
+            self._keep_tails(decoding, TAILS - 1)
         if not self.snapshots.free and self.tree.evict_snapshot():
             self._collect()
         row = self.snapshots.take(1)
@@ -337,16 +310,14 @@ class Ledger:
             self._publish(sequence, holding)
             self._attach(holding)
         if full >= len(holding.keys):
-            self._leave_prefilling(sequence, holding)
+            self._prefills.discard(sequence, holding)
 
     def _publish(self, sequence: Sequence, holding: Holding) -> None:
         """The next full page of a sequence enters the tree; or stays its own, if the tree has the same already."""
         assert self.tree is not None
-        at = holding.published
-        ids = sequence.token_ids[at * self.page_size : (at + 1) * self.page_size]
-        assert len(ids) == self.page_size, (sequence.request_id, at, len(sequence.token_ids))
-        page = holding.pages[at] if self.pages.size else None
-        key = array("i", ids).tobytes()
+        at, keys = holding.published, self._keys(sequence)
+        assert at < len(keys), (sequence.request_id, at, len(sequence.token_ids))
+        page, key = holding.pages[at] if self.pages.size else None, keys[at]
         node, is_taken = self.tree.extend(sequence.request.cache_salt, holding.node, key, page)
         if page is not None and not is_taken:
             holding.duplicates.append(page)
@@ -373,16 +344,6 @@ class Ledger:
             holding.source = None
             self._collect()
 
-    def _leave_prefilling(self, sequence: Sequence, holding: Holding) -> None:
-        if not holding.keys:
-            return
-        key = (sequence.request.cache_salt, holding.keys[0])
-        others = self._prefilling.get(key, [])
-        if sequence in others:
-            others.remove(sequence)
-            if not others:
-                del self._prefilling[key]
-
     # release
 
     def release(self, sequence: Sequence) -> None:
@@ -397,14 +358,14 @@ class Ledger:
             self.slots.give([holding.slot])
         if self.tree is not None:
             self.snapshots.give(list(holding.snapshots.values()))
-            self._leave_prefilling(sequence, holding)
+            self._prefills.discard(sequence, holding)
             self._stop_reading(holding)
             self._unpin(holding.node)
 
-    def _unpin(self, node: Node | list[Node] | None) -> None:
-        """Drop one reference on a node, or the last of a path, and all its ancestors."""
+    def _unpin(self, node: Node | None) -> None:
+        """Drop one reference on a node and all its ancestors."""
         if self.tree is not None:
-            self.tree.unpin(node[-1] if isinstance(node, list) and node else node if isinstance(node, Node) else None)
+            self.tree.unpin(node)
             self._collect()
 
     def _collect(self) -> None:
@@ -424,13 +385,6 @@ class Ledger:
             "evicted_snapshots": self.tree.evicted_snapshots,
             "alpha": self.tree.policy.alpha,
         }
-
-    def evict(self) -> None:
-        """Give up one idle page and one snapshot, as if there were no room for them."""
-        if self.tree is not None:
-            self.tree.evict_page()
-            self.tree.evict_snapshot()
-            self._collect()
 
     def flush(self) -> None:
         """Forget every cached prefix. What sequences still use is freed when they end."""

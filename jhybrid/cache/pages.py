@@ -2,29 +2,33 @@
 
 
 class RowPool:
-    """Numbers 0..size-1, each free or taken. The ledger keeps one for pages, one for slots, one for sampler rows."""
+    """Numbers 0..size-1, each free or taken. The ledger keeps one for pages, slots, snapshots and sampler rows each."""
 
     def __init__(self, kind: str, size: int):
         self.kind = kind
         self.size = size
-        self._free = list(range(size - 1, -1, -1))
-        self._taken = [False] * size
+        self._returned: list[int] = []
+        self._next = 0  # rows from here on were never taken
+        self._taken = bytearray(size)
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._returned) + self.size - self._next
 
     @property
     def used(self) -> int:
-        return self.size - len(self._free)
+        return self.size - self.free
 
     def take(self, count: int) -> list[int] | None:
         """`count` rows, or None (and nothing taken) when there are not enough."""
-        if count > len(self._free):
+        if count > self.free:
             return None
-        taken = [self._free.pop() for _ in range(count)]
+        again = min(count, len(self._returned))
+        taken = [self._returned.pop() for _ in range(again)]
+        taken += range(self._next, self._next + count - again)
+        self._next += count - again
         for row in taken:
-            assert not self._taken[row], f"{self.kind} {row} was on the free list while taken"
+            assert not self._taken[row], f"{self.kind} {row} was free while taken"
             self._taken[row] = True
         return taken
 
@@ -33,8 +37,8 @@ class RowPool:
         for row in rows:
             assert self._taken[row], f"{self.kind} {row} given back twice"
             self._taken[row] = False
-            self._free.append(row)
+            self._returned.append(row)
 
     def free_rows(self) -> list[int]:
         """The free rows, for tests that poison them."""
-        return list(self._free)
+        return [*self._returned, *range(self._next, self.size)]

@@ -12,7 +12,7 @@ from jhybrid.cache.node import Node, Salt
 
 
 class PrefixTree:
-    """Nodes by salt and tokens. Rows it gives up are returned by `evict_page` and `evict_snapshot`, or put in `freed`.
+    """Nodes by salt and tokens. Rows that it gives up are left in `freed_pages` and `freed_snapshots`.
 
     A sequence holds a reference on every node of its path, so a node without references has no descendant with any,
     and everything idle can be evicted, leaf after leaf.
@@ -21,6 +21,7 @@ class PrefixTree:
     def __init__(self, policy: Policy):
         """A model without attention has no pages; what holds its tree down is that nodes need a state to stay."""
         self.policy = policy
+        self._version = policy.version
         self._has_pages = policy.cost.page_bytes > 0
         self.roots: dict[Salt, Node] = {}
         self.clock = 0  # of admissions; the unit of recency
@@ -68,13 +69,13 @@ class PrefixTree:
         """One reference less on a node and all its ancestors. What nobody can reach any more is freed."""
         while node is not None and node.parent is not None:
             node.refs -= 1
+            node.used = self.clock
             assert node.refs >= 0, f"a node at depth {node.depth} was released more often than pinned"
             parent = node.parent
             if not node.refs:
                 if node.alive:
                     self.num_idle += 1
-                    self._leaves.push(node)
-                    self._prune(node)
+                    self._settle(node)
                 else:
                     self._free(node)
             node = parent
@@ -110,6 +111,7 @@ class PrefixTree:
                 self.freed_pages.append(child.page)
                 child.page = page
             is_ours = not child.refs
+            child.used = self.clock
             self.pin([child])
             return child, is_ours
         child = Node(parent, key, page, parent.depth + 1)
@@ -136,26 +138,26 @@ class PrefixTree:
 
     def evict_page(self) -> bool:
         """Free the least valuable idle leaf, its snapshot with it. False if nothing is idle."""
+        self._keep_up()
         node = self._leaves.pop()
         if node is None:
             return False
         assert node.parent is not None
-        parent = node.parent
         self.evicted_pages += 1
         self.evicted_snapshots += node.snapshot is not None
         self._discard(node)
-        if parent.parent is not None and not parent.refs and not parent.children:
-            self._leaves.push(parent)
+        self._settle(node.parent)
         return True
 
     def evict_snapshot(self) -> bool:
         """Free the least valuable snapshot that nobody is about to read; its pages stay. False if there is none."""
+        self._keep_up()
         node = self._states.pop()
         if node is None:
             return False
         self.evicted_snapshots += 1
         self._drop_snapshot(node)
-        self._prune(node)
+        self._settle(node)
         return True
 
     def supersede(self, node: Node) -> None:
@@ -164,10 +166,13 @@ class PrefixTree:
             node.had_snapshot = False
             self._drop_snapshot(node)
 
-    def _prune(self, node: Node | None) -> None:
-        """Without pages, an idle node that no state follows is of no use."""
-        while not self._has_pages and node is not None and node.parent is not None:
-            if node.refs or node.children or node.snapshot is not None:
+    def _settle(self, node: Node) -> None:
+        """If a node is an idle leaf now: it may be evicted, or, without pages, it goes unless it has a state."""
+        while node.parent is not None and node.alive and not node.refs and not node.children:
+            if self._has_pages:
+                self._leaves.push(node)
+                return
+            if node.snapshot is not None:
                 return
             parent = node.parent
             self._discard(node)
@@ -182,6 +187,8 @@ class PrefixTree:
 
     def remove(self, node: Node) -> None:
         """Take a node and all that follows it out of the tree. What sequences still use is freed when they end."""
+        parent = node.parent
+        assert parent is not None
         self._cut(node)
         doomed = [node]
         while doomed:
@@ -195,6 +202,14 @@ class PrefixTree:
                 self._free(node)
             elif not node.readers:
                 self._drop_snapshot(node)
+        self._settle(parent)
+
+    def _keep_up(self) -> None:
+        """Score everything anew if the policy weighs otherwise than before."""
+        if self._version != self.policy.version:
+            self._version = self.policy.version
+            self._leaves.rescore()
+            self._states.rescore()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -203,13 +218,13 @@ class PrefixTree:
                 self.remove(child)
 
     def _cut(self, node: Node) -> None:
-        assert node.parent is not None and node.parent.children.get(node.key) is node
-        del node.parent.children[node.key]
+        parent = node.parent
+        assert parent is not None and parent.children.get(node.key) is node
+        del parent.children[node.key]
         node.alive = False
-        root = node.parent
-        if root.parent is None and not root.children:
-            del self.roots[root.salt]
-            root.alive = False
+        if parent.parent is None and not parent.children:
+            del self.roots[parent.salt]
+            parent.alive = False
 
     def _free(self, node: Node) -> None:
         """Nobody uses a node that is out of the tree."""

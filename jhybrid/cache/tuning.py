@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from jhybrid.cache.eviction import Policy
 from jhybrid.cache.ledger import Ledger
+from jhybrid.cache.node import Salt
 from jhybrid.cache.replay import Visit, replay
 
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -28,10 +29,10 @@ class Tuner:
         self._work: Iterator[None] | None = None
         self.tunings = 0
 
-    def saw(self, visit: Visit) -> None:
+    def saw(self, salt: Salt, token_ids: list[int], prompt_len: int) -> None:
         """Remember a request that has ended."""
-        if len(visit.prompt) + len(visit.answer) <= MAX_TOKENS:
-            self._visits.append(visit)
+        if len(token_ids) <= MAX_TOKENS:
+            self._visits.append(Visit(salt, token_ids[:prompt_len], token_ids[prompt_len:]))
             self._new += 1
 
     def turn(self, has_evicted: bool) -> bool:
@@ -56,5 +57,5 @@ class Tuner:
         best = max(saved.values())
         current = self.policy.alpha
         if saved.get(current, -1.0) < best:  # otherwise stay
-            self.policy.alpha = max(alpha for alpha, flops in saved.items() if flops == best)
+            self.policy.set_alpha(max(alpha for alpha, flops in saved.items() if flops == best))
         self.tunings += 1

@@ -90,7 +90,66 @@ def test_reasons():
     assert match_of(ledger, tokens(40)).cause == "evicted"
 
 
-def test_a_released_node_is_never_used_twice_by_accident():
+def test_what_is_left_after_a_quarantine_can_be_evicted():
+    ledger = books(pages=12)
+    replay(ledger, visit(tokens(40), 0))
+    node = match_of(ledger, [*tokens(40), 1]).path[-1]
+    ledger.quarantine(node)
+    assert ledger.pages.used == 9
+    assert replay(ledger, visit(tokens(48, start=500), 0)) == 0
+    assert ledger.pages.used == 12
+    without_pages = books(pages=0, page_bytes=0)
+    replay(without_pages, visit(tokens(41), 0))
+    assert without_pages.tree is not None
+    without_pages.quarantine(match_of(without_pages, [*tokens(40), 1]).path[-1])
+    assert without_pages.tree.num_nodes == without_pages.snapshots.used == 0
+
+
+@pytest.mark.parametrize(("pages", "snapshots"), [(0, 3), (30, 1000)])
+def test_what_is_forgotten_leaves_nothing_behind(pages: int, snapshots: int):
+    ledger = books(pages=pages, snapshots=snapshots, page_bytes=min(pages, 1))
+    for i in range(500):
+        replay(ledger, visit(tokens(40, start=1000 * i), 9))
+    assert ledger.tree is not None
+    for heap in (ledger.tree._leaves, ledger.tree._states):
+        assert len(heap._heap) < 300
+
+
+@pytest.mark.parametrize("options", [{"snapshots": 3}, {"max_per_step": 3}])
+def test_when_snapshots_are_short_the_deepest_are_taken(options: dict):
+    ledger = books(**options, snapshot_interval=PAGE)
+    replay(ledger, visit(tokens(41), 0))
+    assert replay(ledger, visit(tokens(41), 0)) == 40
+    assert ledger.counts.snapshots_skipped > 0
+
+
+def test_another_alpha_counts_for_what_is_there_already():
+    ledger = books(snapshots=4, alpha=4.0)
+    replay(ledger, visit(tokens(201), 0))
+    assert ledger.tree is not None
+    ledger.tree.policy.set_alpha(0.0)
+    for i in range(11):
+        replay(ledger, visit(tokens(9, start=1000 * i), 0))
+    assert match_of(ledger, tokens(201)).source is None
+
+
+def test_nobody_waits_for_what_is_no_longer_part_of_the_tree():
+    ledger = books()
+    first = sequence_of(visit(tokens(40), 0))
+    assert ledger.reserve(first, 40, ledger.match(first))
+    first.dispatched = 8
+    ledger.snapshots_for(first, 0, 8)
+    ledger.commit(first, 4)
+    second = sequence_of(visit(tokens(40), 0))
+    assert ledger.match(second).waits
+    ledger.flush()
+    assert not ledger.match(second).waits
+    assert not ledger.match(sequence_of(visit(tokens(40), 0))).waits
+    ledger.release(first)
+    assert ledger.pages.used == ledger.snapshots.used == 0
+
+
+def test_a_flushed_prefix_is_gone():
     ledger = books()
     replay(ledger, visit(tokens(40)))
     ledger.flush()
@@ -106,9 +165,10 @@ def test_the_tuner_finds_the_better_alpha(wanted: str):
     tuner = Tuner(ledger.tree.policy, lambda alpha: books(pages=400, snapshots=4, alpha=alpha))
     for i in range(MEMORY):
         if wanted == "cost":
-            tuner.saw(visit(tokens(200) if i % 8 == 0 else tokens(8, start=1000 * i), 0))
+            prompt = tokens(200) if i % 8 == 0 else tokens(8, start=1000 * i)
         else:
-            tuner.saw(visit(tokens(400 if i % 2 else 200, start=1000 * (i // 4 if i % 2 else i)), 0))
+            prompt = tokens(400 if i % 2 else 200, start=1000 * (i // 4 if i % 2 else i))
+        tuner.saw(None, prompt, len(prompt))
     turns = 0
     while tuner.turn(has_evicted=True):
         turns += 1

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jhybrid import Delta, Engine, EngineConfig, Output, Request, SamplingParams
-from jhybrid.weights.load import make_ledger
+from jhybrid.weights.load import make_ledger, make_tuner
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = (
@@ -62,7 +62,7 @@ def engine_of(model: str) -> Engine:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         engine = Engine(config)
-    engine.ledger.tree = None  # until a test asks for it with `caching`
+    engine.ledger.tree = engine._tuner = None  # until a test asks for it with `caching`
     return engine
 
 
@@ -72,6 +72,8 @@ def caching(engine: Engine, policy: str = "flop_aware") -> Iterator[Engine]:
     config = dataclasses.replace(engine.config, eviction_policy=policy)
     ledger = make_ledger(config, engine.model, engine.runner.memory)
     engine.ledger.tree, engine.ledger.counts = ledger.tree, ledger.counts
+    assert ledger.tree is not None
+    engine._tuner = make_tuner(config, engine.model, engine.runner.memory, ledger.tree)
     try:
         yield engine
         tree = engine.ledger.tree
@@ -80,7 +82,7 @@ def caching(engine: Engine, policy: str = "flop_aware") -> Iterator[Engine]:
         assert engine.ledger.pages.used == (tree.num_nodes if engine.ledger.pages.size else 0)
     finally:
         engine.flush_cache()
-        engine.ledger.tree = None
+        engine.ledger.tree = engine._tuner = None
     assert engine.ledger.snapshots.used == 0
 
 
@@ -88,6 +90,15 @@ def caching(engine: Engine, policy: str = "flop_aware") -> Iterator[Engine]:
 def golden(model: str) -> dict[str, np.ndarray]:
     with np.load(GOLDEN / model / "goldens.npz") as file:
         return dict(file)
+
+
+def evict(engine: Engine) -> None:
+    """Give up one idle page and one snapshot, as if there were no room for them."""
+    tree = engine.ledger.tree
+    assert tree is not None
+    tree.evict_page()
+    tree.evict_snapshot()
+    engine.ledger._collect()
 
 
 def poison(engine: Engine) -> None:

@@ -377,6 +377,18 @@ def test_the_guard_finds_and_forgets_a_corrupt_prefix(cached: Engine, monkeypatc
     assert output.cached_tokens < 56
 
 
+def test_a_prefix_with_nan_fails_one_request_and_is_forgotten(recurrent: Engine):
+    """No rate of checks is set: a hit that fails is checked in any case."""
+    [prompt] = prompts(recurrent, [60])
+    request = greedy(prompt, 6, logprobs=1)
+    expected = alone(recurrent, request)
+    ask(recurrent, request)
+    spoil_snapshots(recurrent, np.nan)
+    assert ask(recurrent, request).finish_reason == "error"
+    assert counts(recurrent)["quarantined"] >= 1
+    same(ask(recurrent, request), expected)
+
+
 def spoil_page(engine: Engine, depth: int) -> None:
     """Other keys and values in the page at a depth of the only cached path."""
     tree, cache = engine.ledger.tree, engine.runner.cache
@@ -392,8 +404,8 @@ def spoil_page(engine: Engine, depth: int) -> None:
             cache.arrays[name] = jax.device_put(array)
 
 
-def spoil_snapshots(engine: Engine) -> None:
-    """Scale every used snapshot's state a little."""
+def spoil_snapshots(engine: Engine, factor: float = 0.7) -> None:
+    """Scale every used snapshot's state."""
     cache, ledger = engine.runner.cache, engine.ledger
     used = sorted(set(range(ledger.snapshots.size)) - set(ledger.snapshots.free_rows()))
     for name, (part, layers) in engine.runner.router.arrays.items():
@@ -401,5 +413,5 @@ def spoil_snapshots(engine: Engine) -> None:
             array = np.array(cache.arrays[name])
             rows = array.shape[0] // layers
             where = [layer * rows + ledger.slots.size + row for layer in range(layers) for row in used]
-            array[where] *= 0.7
+            array[where] *= factor
             cache.arrays[name] = jax.device_put(array)

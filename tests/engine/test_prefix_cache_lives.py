@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jhybrid import Completion, Engine, Output
 from jhybrid.runner import StepHandle
 
-from .bed import MODELS, alone, budget, caching, engine_of, greedy, only_pages, poison, prompts, same
+from .bed import MODELS, alone, budget, caching, engine_of, evict, greedy, only_pages, poison, prompts, same
 
 prompt = st.tuples(st.integers(0, 1), st.integers(1, 70), st.integers(0, 3), st.integers(0, 12))
 actions = st.lists(
@@ -82,6 +82,8 @@ def live(model: str, script: list, chunk: int, pages: int) -> None:
         for completion in output.completions:
             if completion.finish_reason in ("stop", "length"):
                 same(Output(output.request_id, [], [completion]), Output("", [], oracle.completions))
+            elif completion.finish_reason == "error":  # by no other fault than the one planted
+                assert "injected" in (completion.error or "")
 
 
 def act(engine: Engine, model: str, action: tuple, outputs: dict[str, tuple[Output, Output]]) -> None:
@@ -99,7 +101,7 @@ def act(engine: Engine, model: str, action: tuple, outputs: dict[str, tuple[Outp
                 engine.abort(list(outputs)[at])
         case ("evict", count):
             for _ in range(count):
-                engine.ledger.evict()
+                evict(engine)
         case ("flush",):
             engine.flush_cache()
         case ("fail",):
@@ -109,6 +111,8 @@ def act(engine: Engine, model: str, action: tuple, outputs: dict[str, tuple[Outp
 
 
 def take(engine: Engine, outputs: dict[str, tuple[Output, Output]]) -> None:
+    if engine._flight is None:
+        poison(engine)
     if engine.has_work:
         for delta in engine.step():
             outputs[delta.request_id][0].add(delta)
