@@ -124,10 +124,8 @@ class Ledger:
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """The full pages of a sequence's known tokens, as the tree knows them."""
-        keys, width = sequence.keys, 4 * self.page_size
-        ids = sequence.token_ids[
-            len(keys) * self.page_size : len(sequence.token_ids) // self.page_size * self.page_size
-        ]
+        keys, size, width = sequence.keys, self.page_size, 4 * self.page_size
+        ids = sequence.token_ids[len(keys) * size : len(sequence.token_ids) // size * size]
         tokens = array("i", ids).tobytes()
         keys += [tokens[at : at + width] for at in range(0, len(tokens), width)]
         return keys
