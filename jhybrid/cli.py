@@ -251,6 +251,12 @@ class Serve:
     """0 picks a free port."""
     api_key: tuple[str, ...] = ()
     """Keys that let clients in, also from $JHYBRID_API_KEY (comma-separated); none lets everybody in."""
+    tls_cert: str | None = None
+    """Certificate chain (PEM) of both servers; with tls_key, connections are encrypted."""
+    tls_key: str | None = None
+    """Private key (PEM) of tls_cert."""
+    tls_ca: str | None = None
+    """Authority (PEM) whose clients alone may connect."""
     served_model_name: str | None = None
     """Name that clients use; the model argument unless given."""
     drain_timeout: float = 30.0
@@ -260,11 +266,15 @@ class Serve:
 
     def run(self) -> None:
         from jhybrid_server.main import Listening, serve
+        from jhybrid_server.tls import ServerTls
+
+        tls = ServerTls.of(self.tls_cert, self.tls_key, self.tls_ca)
+        keys = (*self.api_key, *api_keys())
 
         sys.exit(
             serve(
                 self.engine,
-                Listening(self.host, self.port, self.grpc_port, (*self.api_key, *api_keys())),
+                Listening(self.host, self.port, self.grpc_port, keys, tls),
                 served_model_name=self.served_model_name,
                 drain_timeout=self.drain_timeout,
                 json_output=self.json,
@@ -285,14 +295,28 @@ class ClientCommand:
     """Seconds after which the call is given up, on the server too."""
     wait_seconds: float = 0.0
     """Wait that long for a server that is still starting."""
+    api_key: str | None = None
+    """Also from $JHYBRID_API_KEY."""
+    tls: bool = False
+    """Encrypt, and trust the system's authorities."""
+    tls_ca: str | None = None
+    """Encrypt, and trust this authority (PEM)."""
+    tls_cert: str | None = None
+    """The client's own certificate (PEM), for a server that asks for one."""
+    tls_key: str | None = None
+    """Private key (PEM) of tls_cert."""
     json: bool = False
     """One JSON object per prompt."""
 
     def run(self) -> None:
         from jhybrid_server.main import client
+        from jhybrid_server.tls import ClientTls
 
         prompts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
-        client(self.target, prompts, self.sampling.params(), self.timeout, self.json, self.wait_seconds)
+        key = self.api_key or next(iter(api_keys()), None)
+        encrypt = self.tls or self.tls_ca is not None
+        tls = ClientTls(self.tls_ca, self.tls_cert, self.tls_key) if encrypt else None
+        client(self.target, prompts, self.sampling.params(), self.timeout, self.json, self.wait_seconds, key, tls)
 
 
 @dataclass(frozen=True)

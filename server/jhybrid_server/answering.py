@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -11,16 +10,13 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from jhybrid.errors import RequestError
-from jhybrid.request import Delta, Request
-from jhybrid_server.desk import Call, Desk, collect
+from jhybrid.request import Request
+from jhybrid_server.desk import STALL_SECONDS, Call, Desk
 from jhybrid_server.http_errors import error_body, error_response
 from jhybrid_server.openai_answers import Answers, cost, envelope, now
 from jhybrid_server.openai_schema import GenerationBody
 
 log = logging.getLogger("jhybrid_server")
-
-STALL_SECONDS = 30.0
-"""How long a client may take no bytes before it is given up."""
 
 
 class Answering:
@@ -46,10 +42,7 @@ class Answering:
         try:
             async with self._desk.call(self._requests, self._body.model) as call:
                 answers = self._make_answers(call)
-                parts: dict[tuple[int, int], list[Delta]] = defaultdict(list)
-                async for number, delta in call.deltas():
-                    parts[number, delta.index].append(delta)
-                choices = answers.wholes({key: collect(deltas) for key, deltas in parts.items()})
+                choices = answers.wholes(await call.answers())
                 response = JSONResponse(self._envelope(answers.kind, choices) | cost(call))
                 await response(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - every error becomes a response

@@ -5,7 +5,7 @@ What the server refuses is raised here as the error that the engine itself would
 """
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,9 +14,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jhybrid.errors import JhybridError
-from jhybrid.request import Completion, Delta, Output, Request
+from jhybrid.request import Completion, Delta, Output, Request, SamplingParams
 from jhybrid_server import wire
+from jhybrid_server.scoring import ContinuationScore, Question
 from jhybrid_server.statuses import error_of
+from jhybrid_server.tls import ClientTls
 from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1 import inference_pb2_grpc as services
@@ -60,6 +62,13 @@ class _Collected:
             self._output.completions.append(Completion(len(self._output.completions)))
         self._output.add(delta)
         return delta
+
+    def take_all(self, message: pb.CompleteResponse) -> None:
+        """The messages of a call that was answered at once."""
+        message.answers[-1].usage.CopyFrom(message.usage)
+        message.answers[-1].timing.CopyFrom(message.timing)
+        for answer in message.answers:
+            self.take(answer)
 
     def answer(self) -> Answer:
         assert self.usage is not None, "the call ended well but its last message has no usage"
@@ -105,16 +114,31 @@ class AsyncDeltaStream(_Collected):
         self._call.cancel()
 
 
+class _Stub:
+    """The service's calls with what every one of them carries."""
+
+    def __init__(self, channel: Any, api_key: str | None):
+        self._stub = services.InferenceServiceStub(channel)
+        self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
+    def __call__(self, method: str, message: Any, timeout: float | None) -> Any:
+        return getattr(self._stub, method)(message, timeout=timeout, metadata=self._metadata)
+
+
 class Client:
     """A connection to one server. Usable from several threads; close it, or use it in a `with`.
 
     `timeout` is a call's deadline in seconds, None for none; answers have none unless one is given.
     """
 
-    def __init__(self, target: str, model: str = ""):
-        """`target` is host:port; `model` empty means whichever is served."""
-        self._channel = grpc.insecure_channel(target, options=OPTIONS)
-        self._stub = services.InferenceServiceStub(self._channel)
+    def __init__(self, target: str, model: str = "", api_key: str | None = None, tls: ClientTls | None = None):
+        """`target` is host:port; `model` empty means whichever is served; without `tls` nothing is encrypted."""
+        self._channel = (
+            grpc.insecure_channel(target, options=OPTIONS)
+            if tls is None
+            else grpc.secure_channel(target, tls.credentials(), options=OPTIONS)
+        )
+        self._stub = _Stub(self._channel, api_key)
         self._model = model
 
     def wait_until_serving(self, timeout: float) -> None:
@@ -136,27 +160,62 @@ class Client:
     def stream(self, request: Request, timeout: float | None = None) -> DeltaStream:
         """Start a call. RequestError and the like are raised while iterating. `timeout` in seconds is its deadline."""
         message = wire.request_to_wire(request, self._model)
-        return DeltaStream(request, self._stub.Generate(message, timeout=timeout))
+        return DeltaStream(request, self._stub("Generate", message, timeout))
 
     def generate(self, request: Request, timeout: float | None = None) -> Answer:
         """The whole answer at once."""
-        stream = self.stream(request, timeout)
-        for _ in stream:
-            pass
-        return stream.answer()
+        collected = _Collected(request)
+        collected.take_all(self._ask("Complete", wire.request_to_wire(request, self._model), timeout))
+        return collected.answer()
+
+    def chat(
+        self,
+        messages: Iterable[dict[str, str]],
+        sampling: SamplingParams,
+        timeout: float | None = None,
+        template_variables: dict[str, Any] | None = None,
+    ) -> DeltaStream:
+        """Start an answer to a conversation, which the model's chat template writes out."""
+        message = wire.chat_to_wire(messages, sampling, self._model, template_variables or {})
+        return DeltaStream(Request(), self._stub("Chat", message, timeout))
+
+    def score(self, question: Question, timeout: float | None = None) -> list[ContinuationScore]:
+        """Log-probabilities of continuations of a context."""
+        message = wire.question_to_wire(question, self._model)
+        return wire.scores_from_wire(self._ask("Score", message, timeout))
 
     def tokenize(self, text: str, add_special_tokens: bool = True, timeout: float | None = UNARY_SECONDS) -> list[int]:
         message = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
-        return list(_call(self._stub.Tokenize, message, timeout).token_ids)
+        return list(self._ask("Tokenize", message, timeout).token_ids)
+
+    def detokenize(
+        self, ids: Iterable[int], skip_special_tokens: bool = False, timeout: float | None = UNARY_SECONDS
+    ) -> str:
+        message = pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=skip_special_tokens)
+        return self._ask("Detokenize", message, timeout).text
 
     def model_info(self, timeout: float | None = UNARY_SECONDS) -> pb.GetModelInfoResponse:
-        return _call(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout)
+        return self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout)
 
     def status(self, timeout: float | None = UNARY_SECONDS) -> pb.GetStatusResponse:
-        return _call(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
+        return self._ask("GetStatus", pb.GetStatusRequest(), timeout)
+
+    def flush_cache(self, timeout: float | None = UNARY_SECONDS) -> None:
+        """Forget every cached prefix."""
+        self._ask("FlushCache", pb.FlushCacheRequest(), timeout)
+
+    def abort(self, request_id: str, timeout: float | None = UNARY_SECONDS) -> bool:
+        """End a running request of anybody. False if there is none of that id."""
+        return self._ask("Abort", pb.AbortRequest(request_id=request_id), timeout).found
 
     def close(self) -> None:
         self._channel.close()
+
+    def _ask(self, method: str, message: Any, timeout: float | None) -> Any:
+        try:
+            return self._stub(method, message, timeout)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -168,55 +227,80 @@ class Client:
 class AsyncClient:
     """Client for asyncio. Make it inside a running event loop."""
 
-    def __init__(self, target: str, model: str = ""):
-        """`target` is host:port; `model` empty means whichever is served."""
-        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
-        self._stub = services.InferenceServiceStub(self._channel)
+    def __init__(self, target: str, model: str = "", api_key: str | None = None, tls: ClientTls | None = None):
+        """`target` is host:port; `model` empty means whichever is served; without `tls` nothing is encrypted."""
+        self._channel = (
+            grpc.aio.insecure_channel(target, options=OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(target, tls.credentials(), options=OPTIONS)
+        )
+        self._stub = _Stub(self._channel, api_key)
         self._model = model
 
     def stream(self, request: Request, timeout: float | None = None) -> AsyncDeltaStream:
         """Start a call. RequestError and the like are raised while iterating. `timeout` in seconds is its deadline."""
         message = wire.request_to_wire(request, self._model)
-        return AsyncDeltaStream(request, self._stub.Generate(message, timeout=timeout))
+        return AsyncDeltaStream(request, self._stub("Generate", message, timeout))
 
     async def generate(self, request: Request, timeout: float | None = None) -> Answer:
         """The whole answer at once."""
-        stream = self.stream(request, timeout)
-        async for _ in stream:
-            pass
-        return stream.answer()
+        collected = _Collected(request)
+        collected.take_all(await self._ask("Complete", wire.request_to_wire(request, self._model), timeout))
+        return collected.answer()
+
+    def chat(
+        self,
+        messages: Iterable[dict[str, str]],
+        sampling: SamplingParams,
+        timeout: float | None = None,
+        template_variables: dict[str, Any] | None = None,
+    ) -> AsyncDeltaStream:
+        """Start an answer to a conversation, which the model's chat template writes out."""
+        message = wire.chat_to_wire(messages, sampling, self._model, template_variables or {})
+        return AsyncDeltaStream(Request(), self._stub("Chat", message, timeout))
+
+    async def score(self, question: Question, timeout: float | None = None) -> list[ContinuationScore]:
+        """Log-probabilities of continuations of a context."""
+        message = wire.question_to_wire(question, self._model)
+        return wire.scores_from_wire(await self._ask("Score", message, timeout))
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, timeout: float | None = UNARY_SECONDS
     ) -> list[int]:
         message = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
-        return list((await _async_call(self._stub.Tokenize, message, timeout)).token_ids)
+        return list((await self._ask("Tokenize", message, timeout)).token_ids)
+
+    async def detokenize(
+        self, ids: Iterable[int], skip_special_tokens: bool = False, timeout: float | None = UNARY_SECONDS
+    ) -> str:
+        message = pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=skip_special_tokens)
+        return (await self._ask("Detokenize", message, timeout)).text
 
     async def model_info(self, timeout: float | None = UNARY_SECONDS) -> pb.GetModelInfoResponse:
-        return await _async_call(self._stub.GetModelInfo, pb.GetModelInfoRequest(), timeout)
+        return await self._ask("GetModelInfo", pb.GetModelInfoRequest(), timeout)
 
     async def status(self, timeout: float | None = UNARY_SECONDS) -> pb.GetStatusResponse:
-        return await _async_call(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
+        return await self._ask("GetStatus", pb.GetStatusRequest(), timeout)
+
+    async def flush_cache(self, timeout: float | None = UNARY_SECONDS) -> None:
+        """Forget every cached prefix."""
+        await self._ask("FlushCache", pb.FlushCacheRequest(), timeout)
+
+    async def abort(self, request_id: str, timeout: float | None = UNARY_SECONDS) -> bool:
+        """End a running request of anybody. False if there is none of that id."""
+        return (await self._ask("Abort", pb.AbortRequest(request_id=request_id), timeout)).found
 
     async def close(self) -> None:
         await self._channel.close()
+
+    async def _ask(self, method: str, message: Any, timeout: float | None) -> Any:
+        try:
+            return await self._stub(method, message, timeout)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _call(method: Any, message: Any, timeout: float | None) -> Any:
-    try:
-        return method(message, timeout=timeout)
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-
-
-async def _async_call(method: Any, message: Any, timeout: float | None) -> Any:
-    try:
-        return await method(message, timeout=timeout)
-    except grpc.RpcError as error:
-        raise error_of(error) from error

@@ -8,7 +8,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,9 @@ from jhybrid_server.bridge import Bridge, NotReadyError, Stream
 from jhybrid_server.call_metrics import CallMetrics
 from jhybrid_server.statuses import AbortedError, ModelNotFoundError
 from jhybrid_server.usage import Timing, Usage
+
+STALL_SECONDS = 30.0
+"""How long a client may take no bytes before it is given up."""
 
 log = logging.getLogger("jhybrid_server")
 
@@ -61,6 +65,13 @@ class Call:
             yield number, delta
         if failures:
             raise self._failure(failures)
+
+    async def answers(self) -> dict[tuple[int, int], Delta]:
+        """The whole answers, each as one delta, by number of prompt and of answer. Raises as `deltas` does."""
+        parts: dict[tuple[int, int], list[Delta]] = defaultdict(list)
+        async for number, delta in self.deltas():
+            parts[number, delta.index].append(delta)
+        return {key: _sum(deltas) for key, deltas in parts.items()}
 
     @property
     def usage(self) -> Usage:
@@ -198,9 +209,8 @@ def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate.of(tokenizer)
 
 
-def collect(parts: Iterable[Delta]) -> Delta:
+def _sum(parts: list[Delta]) -> Delta:
     """What the deltas of one answer add up to, as one delta."""
-    parts = list(parts)
     last = parts[-1]
     logprobs = [entry for delta in parts for entry in delta.logprobs or ()]
     return replace(

@@ -1,5 +1,6 @@
 """GrpcServer: the inference service over grpc.aio, with health and reflection. `main.serve` runs it."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,9 +13,11 @@ from grpc_reflection.v1alpha import reflection
 import jhybrid
 from jhybrid.errors import ConfigError, JhybridError
 from jhybrid_server import wire
-from jhybrid_server.desk import Call, Desk
+from jhybrid_server.desk import STALL_SECONDS, Call, Desk
 from jhybrid_server.keys import Keys
-from jhybrid_server.statuses import UnauthenticatedError, details_of, status_of
+from jhybrid_server.scoring import requests_of, scores_of
+from jhybrid_server.statuses import AbortedError, UnauthenticatedError, details_of, status_of
+from jhybrid_server.tls import ServerTls
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1 import inference_pb2_grpc as services
 
@@ -43,10 +46,42 @@ class InferenceService(services.InferenceServiceServicer):
         async with _statuses(context), self._desk.call([wire.request_from_wire(request)], request.model) as call:
             await _answer(call, context)
 
+    async def Complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.CompleteResponse:
+        async with _statuses(context), self._desk.call([wire.request_from_wire(request)], request.model) as call:
+            answers = await call.answers()
+            return pb.CompleteResponse(
+                answers=[wire.delta_to_wire(delta) for _, delta in sorted(answers.items())],
+                usage=wire.usage_to_wire(call.usage),
+                timing=wire.timing_to_wire(call.timing),
+            )
+
+    async def Chat(self, request: pb.ChatRequest, context: grpc.aio.ServicerContext) -> None:
+        async with _statuses(context):
+            self._desk.check_open()
+            prompt = await self._desk.chat_prompt(**wire.rendering_from_wire(request))
+            asked = wire.chat_request_from_wire(request, prompt)
+            async with self._desk.call([asked], request.options.model) as call:
+                await _answer(call, context)
+
+    async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
+        async with _statuses(context):
+            self._desk.check_open()
+            requests = await requests_of(self._desk, wire.question_from_wire(request))
+            async with self._desk.call(requests, request.model) as call:
+                scores = await scores_of(call, requests)
+                return wire.scores_to_wire(scores, call.usage, call.timing)
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         async with _statuses(context):
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             return pb.TokenizeResponse(token_ids=await self._desk.tokenize(request.text, special))
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        async with _statuses(context):
+            text = await self._desk.detokenize(request.token_ids, request.skip_special_tokens)
+            return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
@@ -63,6 +98,17 @@ class InferenceService(services.InferenceServiceServicer):
         async with _statuses(context):
             return wire.status_to_wire(await self._desk.status())
 
+    async def FlushCache(
+        self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FlushCacheResponse:
+        async with _statuses(context):
+            await self._desk.flush_cache()
+            return pb.FlushCacheResponse()
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        async with _statuses(context):
+            return pb.AbortResponse(found=await self._desk.abort(request.request_id))
+
 
 async def _answer(call: Call, context: grpc.aio.ServicerContext) -> None:
     """Write a call's deltas; the last one also has what the call cost, unless it fails."""
@@ -71,7 +117,11 @@ async def _answer(call: Call, context: grpc.aio.ServicerContext) -> None:
         if call.ended_well:
             message.usage.CopyFrom(wire.usage_to_wire(call.usage))
             message.timing.CopyFrom(wire.timing_to_wire(call.timing))
-        await context.write(message)
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await context.write(message)
+        except TimeoutError as error:
+            raise AbortedError(f"the client took no message for {STALL_SECONDS:g} s") from error
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
@@ -104,7 +154,9 @@ def _refusing(error: JhybridError) -> grpc.RpcMethodHandler:
 class GrpcServer:
     """Listens from the start and says NOT_SERVING until told otherwise."""
 
-    def __init__(self, desk: Desk, host: str = "127.0.0.1", port: int = 0, keys: Keys | None = None):
+    def __init__(
+        self, desk: Desk, host: str = "127.0.0.1", port: int = 0, keys: Keys | None = None, tls: ServerTls | None = None
+    ):
         """Binds the port; 0 picks a free one, see `port`. Raises ConfigError if it is taken or no port."""
         if not 0 <= port <= 65535:
             raise ConfigError("grpc_port", f"{port} is not in [0, 65535]")
@@ -116,7 +168,11 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         self.host = host
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            self.port = (
+                self._server.add_insecure_port(f"{host}:{port}")
+                if tls is None
+                else self._server.add_secure_port(f"{host}:{port}", tls.credentials())
+            )
         except RuntimeError as error:
             raise ConfigError("grpc_port", f"{host}:{port} cannot be bound ({error}); choose another") from error
 

@@ -34,6 +34,7 @@ from jhybrid_server.openai_schema import (
     parse,
     rendering,
 )
+from jhybrid_server.tls import ServerTls
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_SECONDS = 30.0
@@ -146,7 +147,9 @@ class Endpoints:
 class HttpServer:
     """Listens from the start; what needs the engine is 503 until it is there."""
 
-    def __init__(self, desk: Desk, host: str = "127.0.0.1", port: int = 0, keys: Keys | None = None):
+    def __init__(
+        self, desk: Desk, host: str = "127.0.0.1", port: int = 0, keys: Keys | None = None, tls: ServerTls | None = None
+    ):
         """Binds the port; 0 picks a free one, see `port`. Raises ConfigError if it is taken or no port."""
         if not 0 <= port <= 65535:
             raise ConfigError("port", f"{port} is not in [0, 65535]")
@@ -166,6 +169,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=2,
+            **({} if tls is None else tls.uvicorn_options()),
         )
         self._server = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None

@@ -21,6 +21,7 @@ from jhybrid_server.desk import Desk
 from jhybrid_server.grpc_server import GrpcServer
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
+from jhybrid_server.tls import ClientTls, ServerTls
 
 log = logging.getLogger("jhybrid_server")
 
@@ -36,6 +37,8 @@ class Listening:
     """0 picks a free one."""
     api_keys: tuple[str, ...] = ()
     """None lets everybody in."""
+    tls: ServerTls | None = None
+    """None for unencrypted connections."""
 
 
 def serve(
@@ -74,8 +77,8 @@ async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_ou
     keys = Keys(listening.api_keys)
     if not keys and not _is_loopback(listening.host):
         log.warning("anybody who reaches %s can use this server; give --api-key to change that", listening.host)
-    http = HttpServer(desk, listening.host, listening.port, keys)
-    grpc_ = GrpcServer(desk, listening.host, listening.grpc_port, keys)
+    http = HttpServer(desk, listening.host, listening.port, keys, listening.tls)
+    grpc_ = GrpcServer(desk, listening.host, listening.grpc_port, keys, listening.tls)
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for sign in (signal.SIGTERM, signal.SIGINT):
@@ -92,7 +95,7 @@ async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_ou
         await ready
         await grpc_.say_serving(True)
         addresses = {"http": f"{http.host}:{http.port}", "grpc": f"{grpc_.host}:{grpc_.port}"}
-        _print_ready(desk.model_name, addresses, json_output)
+        _print_ready(desk.model_name, addresses, listening.tls is not None, json_output)
         await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             return 1
@@ -110,11 +113,12 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
-def _print_ready(name: str, addresses: dict[str, str], json_output: bool) -> None:
+def _print_ready(name: str, addresses: dict[str, str], tls: bool, json_output: bool) -> None:
     if json_output:
-        print(json.dumps({"model": name} | addresses), flush=True)
-    else:
-        print(f"jhybrid serves {name} at http://{addresses['http']} and grpc://{addresses['grpc']}", flush=True)
+        print(json.dumps({"model": name, **addresses, "tls": tls}), flush=True)
+        return
+    http, grpc_ = ("https", "grpcs") if tls else ("http", "grpc")
+    print(f"jhybrid serves {name} at {http}://{addresses['http']} and {grpc_}://{addresses['grpc']}", flush=True)
 
 
 def client(
@@ -124,13 +128,15 @@ def client(
     timeout: float | None = None,
     json_output: bool = False,
     wait_seconds: float = 0.0,
+    api_key: str | None = None,
+    tls: ClientTls | None = None,
 ) -> None:
     """Ask a server and print its answers: text as it streams in, or with `json_output` one object per prompt.
 
     `wait_seconds` waits that long for a server that is still starting. Raises RequestError and the like as the
     engine would, and JhybridError where the call itself failed.
     """
-    with Client(target) as connection:
+    with Client(target, api_key=api_key, tls=tls) as connection:
         if wait_seconds:
             connection.wait_until_serving(wait_seconds)
         for prompt in prompts:

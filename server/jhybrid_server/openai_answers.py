@@ -1,6 +1,6 @@
 """CompletionAnswers and ChatAnswers: deltas as the choices of OpenAI's two generation endpoints.
 
-A stream's chunk and a whole answer are made by the same code: a whole answer is one delta, see `desk.collect`.
+A stream's chunk and a whole answer are made by the same code: a whole answer is one delta, see `Call.answers`.
 """
 
 import codecs
@@ -22,10 +22,10 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token as a key that no other token has: its text, or its bytes where they are no whole characters."""
-    if tokenizer is None:
+    """A token as a key: its text, its bytes where they are no whole characters, its id where it has neither."""
+    piece = b"" if tokenizer is None else tokenizer.token_bytes(token)
+    if not piece:
         return f"token_id:{token}"
-    piece = tokenizer.token_bytes(token)
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from google.protobuf import json_format
+
 from jhybrid.errors import RequestError
 from jhybrid.request import Delta, Request, SamplingParams, TokenLogprobs
+from jhybrid_server.scoring import ContinuationScore, Question
 from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
 
@@ -92,6 +95,91 @@ def request_from_wire(message: pb.GenerateRequest) -> Request:
         snapshot_at=list(message.snapshot_at),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
     )
+
+
+def rendering_from_wire(message: pb.ChatRequest) -> dict[str, Any]:
+    """What the chat template is given."""
+    messages = [
+        {"role": said.role, "content": said.content} | ({"name": said.name} if said.HasField("name") else {})
+        for said in message.messages
+    ]
+    prompting = message.add_generation_prompt if message.HasField("add_generation_prompt") else True
+    variables = json_format.MessageToDict(message.template_variables)
+    return variables | {"messages": messages, "add_generation_prompt": prompting}
+
+
+def chat_request_from_wire(message: pb.ChatRequest, prompt: str) -> Request:
+    """`prompt` is what the chat template made; it has its special tokens already."""
+    if message.options.WhichOneof("prompt") is not None:
+        raise RequestError("options.prompt", "must be unset: the messages are the prompt")
+    options = pb.GenerateRequest()
+    options.CopyFrom(message.options)
+    options.text, options.add_special_tokens = prompt, False
+    return request_from_wire(options)
+
+
+def chat_to_wire(
+    messages: Iterable[dict[str, str]], sampling: SamplingParams, model: str, template_variables: dict[str, Any]
+) -> pb.ChatRequest:
+    """Raises RequestError for what the wire cannot carry."""
+    with _naming("messages"):
+        message = pb.ChatRequest(messages=[pb.ChatMessage(**said) for said in messages])
+    message.options.model = model
+    _sampling_to_wire(sampling, message.options.sampling)
+    with _naming("template_variables"):
+        message.template_variables.update(template_variables)
+    return message
+
+
+def question_from_wire(message: pb.ScoreRequest) -> Question:
+    return Question(
+        context=message.text if message.WhichOneof("context") != "token_ids" else list(message.token_ids.ids),
+        continuations=[
+            each.text if each.WhichOneof("continuation") != "token_ids" else list(each.token_ids.ids)
+            for each in message.continuations
+        ],
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+        priority=message.priority,
+        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+    )
+
+
+def question_to_wire(question: Question, model: str = "") -> pb.ScoreRequest:
+    """Raises RequestError for what the wire cannot carry."""
+    message = pb.ScoreRequest(model=model, add_special_tokens=question.add_special_tokens)
+    with _naming("priority"):
+        message.priority = question.priority
+    if question.cache_salt is not None:
+        with _naming("cache_salt"):
+            message.cache_salt = question.cache_salt
+    for name, text, target in (
+        ("context", question.context, message),
+        *(("continuations", each, message.continuations.add()) for each in question.continuations),
+    ):
+        with _naming(name):
+            if isinstance(text, str):
+                target.text = text
+            else:
+                target.token_ids.ids.extend(text)
+                target.token_ids.SetInParent()
+    return message
+
+
+def scores_to_wire(scores: Iterable[ContinuationScore], usage: Usage, timing: Timing) -> pb.ScoreResponse:
+    return pb.ScoreResponse(
+        scores=[
+            pb.ContinuationScore(
+                token_ids=score.token_ids, logprobs=score.logprobs, total=score.total, is_greedy=score.is_greedy
+            )
+            for score in scores
+        ],
+        usage=usage_to_wire(usage),
+        timing=timing_to_wire(timing),
+    )
+
+
+def scores_from_wire(message: pb.ScoreResponse) -> list[ContinuationScore]:
+    return [ContinuationScore(list(s.token_ids), list(s.logprobs), s.is_greedy) for s in message.scores]
 
 
 def _sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:

@@ -118,12 +118,16 @@ class FakeEngine:
             delta.finish_reason, delta.error = "error", "the model's logits at position 5 are NaN or infinite"
             entry.made[index] = -1
             return delta
+        if sampling.prompt_logprobs is not None and index == 0 and made == 0:
+            start = max(1, sampling.prompt_logprobs_from)
+            delta.prompt_logprobs = [None] * start + [[(token, -0.25)] for token in entry.prompt[start:]]
+        if sampling.max_tokens == 0:
+            delta.finish_reason, entry.made[index] = "length", -1
+            return delta
         token = letter(len(entry.prompt), index, made)
         delta.token_ids, delta.text = [token], chr(token)
         if sampling.logprobs is not None:
             delta.logprobs = [[(token, -0.5), *((98, -1.5 - i) for i in range(sampling.logprobs))]]
-        if sampling.prompt_logprobs is not None and index == 0 and made == 0:
-            delta.prompt_logprobs = [None, *([(token, -0.25)] for token in entry.prompt[1:])]
         made += 1
         if delta.text in sampling.stop_strings:
             delta.finish_reason, delta.stop_reason, delta.text = "stop", delta.text, ""

@@ -14,6 +14,7 @@ from jhybrid_server.desk import Desk
 from jhybrid_server.grpc_server import GrpcServer
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
+from jhybrid_server.tls import ServerTls
 
 
 @dataclass
@@ -47,7 +48,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(make_engine: Callable[[], ServedEngine], wait: bool = True, keys: Keys | None = None) -> Iterator[Served]:
+def serving(
+    make_engine: Callable[[], ServedEngine],
+    wait: bool = True,
+    keys: Keys | None = None,
+    tls: ServerTls | None = None,
+) -> Iterator[Served]:
     """Serve until the block is left; with `wait` the engine is there when it is entered."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -57,7 +63,7 @@ def serving(make_engine: Callable[[], ServedEngine], wait: bool = True, keys: Ke
     desk = Desk(bridge, "fake")
 
     async def start() -> tuple[GrpcServer, HttpServer]:
-        server, http = GrpcServer(desk, keys=keys), HttpServer(desk, keys=keys)
+        server, http = GrpcServer(desk, keys=keys, tls=tls), HttpServer(desk, keys=keys, tls=tls)
         await asyncio.gather(server.start(), http.start())
         bridge.start()
         if wait:

@@ -9,16 +9,20 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, QueueFullError, RequestError, StepError
 from jhybrid.request import Request, SamplingParams
+from jhybrid.tokenizer import ByteTokenizer
 from jhybrid_server.bridge import Bridge, NotReadyError
 from jhybrid_server.client import AsyncClient, Client
 from jhybrid_server.desk import Desk
-from jhybrid_server.grpc_server import GrpcServer
-from jhybrid_server.statuses import ModelNotFoundError, status_of
+from jhybrid_server.grpc_server import MAX_MESSAGE_BYTES, GrpcServer
+from jhybrid_server.keys import Keys
+from jhybrid_server.scoring import Question
+from jhybrid_server.statuses import DETAILS_KEY, AbortedError, ModelNotFoundError, UnauthenticatedError, status_of
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.server.fake_engine import FakeEngine, answer_text
@@ -171,8 +175,12 @@ def test_a_bug_in_submit_reaches_its_caller_only(served: Served):
 def test_full_queue_is_resource_exhausted_and_passes(served: Served, engine: FakeEngine):
     streams = [served.client.stream(Request(prompt="abc", sampling=ENDLESS)) for _ in range(12)]
     eventually(lambda: len(engine.running) == 4 and len(engine.waiting) == 8)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(QueueFullError) as caught:
         served.client.generate(Request(prompt="abc"))
+    trailer = dict(caught.value.__cause__.trailing_metadata())[DETAILS_KEY]  # pyright: ignore
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status_pb2.Status.FromString(trailer).details)
+    assert retry.retry_delay.seconds == 1
     for stream in streams:
         stream.cancel()
     eventually(lambda: idle(engine))
@@ -276,6 +284,96 @@ def test_tokenize(served: Served, engine: FakeEngine):
         served.client.tokenize("hi")
 
 
+def test_detokenize(served: Served):
+    assert served.client.detokenize([256, 0xC3, 0xA9]) == "<bos>é"
+    assert served.client.detokenize([256, 0xC3, 0xA9], skip_special_tokens=True) == "é"
+    with pytest.raises(RequestError, match=r"tokens: entry 1 is 263; must be in \[0, 263\)"):
+        served.client.detokenize([1, 263])
+
+
+def test_chat_goes_through_the_template(served: Served, engine: FakeEngine):
+    said = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="messages: this model has no chat template"):
+        list(served.client.chat(said, SamplingParams()))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ mood }}|{% endfor %}"
+    engine.tokenizer = ByteTokenizer(263, chat_template=template)
+    stream = served.client.chat(said, SamplingParams(max_tokens=5), template_variables={"mood": "!"})
+    text = "".join(delta.text for delta in stream)
+    prompt = [256, *b"user:hi!|"]
+    assert engine.submitted[-1].prompt_token_ids == prompt  # BOS once
+    assert text == stream.answer().output.text == answer_text(len(prompt), 5)
+    with pytest.raises(RequestError, match="messages: is empty"):
+        list(served.client.chat([], SamplingParams()))
+    asked = pb.ChatRequest(options=pb.GenerateRequest(text="x"), messages=[pb.ChatMessage(role="user")])
+    with grpc.insecure_channel(served.target) as channel, pytest.raises(grpc.RpcError, match=r"options\.prompt"):
+        list(InferenceServiceStub(channel).Chat(asked))
+
+
+def test_scores_are_of_the_continuation_alone(served: Served, engine: FakeEngine):
+    first, second = served.client.score(Question("ab", ["cd", [1, 2, 3]], cache_salt="s"))
+    assert (first.token_ids, first.logprobs, first.total, first.is_greedy) == ([99, 100], [-0.25] * 2, -0.5, True)
+    assert second.token_ids == [1, 2, 3]
+    asked = {tuple(request.prompt_token_ids or ()): request for request in engine.submitted}
+    assert set(asked) == {(256, 97, 98, 99, 100), (256, 97, 98, 1, 2, 3)}
+    for request in asked.values():
+        assert (request.sampling.prompt_logprobs_from, request.snapshot_at, request.cache_salt) == (3, [2], "s")
+    [alone] = served.client.score(Question("", ["a"]))
+    assert alone.token_ids == [97]
+
+
+@pytest.mark.parametrize(
+    ("field", "question"),
+    [
+        ("continuations", Question("a", [])),
+        ("continuations", Question("a", ["b"] * 1025)),
+        ("continuations[1]", Question("a", ["b", ""])),
+        ("context", Question("", ["a"], add_special_tokens=False)),
+        ("context", Question([], ["a"])),
+        ("prompt_token_ids", Question([1], [[263]])),
+    ],
+)
+def test_what_cannot_be_scored(served: Served, field: str, question: Question):
+    with pytest.raises(RequestError) as caught:
+        served.client.score(question)
+    assert caught.value.field == field
+
+
+def test_abort_and_flush(served: Served, engine: FakeEngine):
+    stream = iter(served.client.stream(Request(prompt="abc", sampling=ENDLESS, request_id="long")))
+    next(stream)
+    assert served.client.abort("long")
+    with pytest.raises(AbortedError):
+        list(stream)
+    assert not served.client.abort("long")
+    eventually(lambda: idle(engine))
+    served.client.flush_cache()
+    assert engine.flushes == 1
+
+
+def test_keys_guard_all_but_health(engine: FakeEngine):
+    with serving(lambda: engine, keys=Keys(["secret"])) as served:
+        for key in (None, "wrong"):
+            with Client(served.target, api_key=key) as client:
+                for call in (client.status, lambda: client.generate(Request(prompt="a")), lambda: client.tokenize("a")):
+                    with pytest.raises(UnauthenticatedError, match="API key"):
+                        call()
+                with pytest.raises(UnauthenticatedError):
+                    list(client.stream(Request(prompt="a")))
+        with grpc.insecure_channel(served.target) as channel, pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            list(stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")])))
+        with Client(served.target, api_key="secret") as client:
+            client.wait_until_serving(5)
+            assert client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
+        assert len(engine.submitted) == 1
+
+
+def test_a_message_beyond_the_limit_is_refused(served: Served, engine: FakeEngine):
+    with pytest.raises(grpc.RpcError) as caught:
+        served.client.tokenize("x" * (MAX_MESSAGE_BYTES + 1))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_model_info_and_status(served: Served, engine: FakeEngine):
     info = served.client.model_info()
     assert (info.model, info.architecture, info.max_model_len) == ("fake", "FakeForCausalLM", 2000)
@@ -335,9 +433,20 @@ def test_reflection_lists_and_describes_the_service(served: Served):
         listed, described = stub.ServerReflectionInfo(iter(asked))
     names = {service.name for service in listed.list_services_response.service}
     assert {"jhybrid.v1.InferenceService", "grpc.health.v1.Health"} <= names
-    [file] = described.file_descriptor_response.file_descriptor_proto
+    file = described.file_descriptor_response.file_descriptor_proto[0]
     methods = descriptor_pb2.FileDescriptorProto.FromString(file).service[0].method
-    assert [method.name for method in methods] == ["Generate", "Tokenize", "GetModelInfo", "GetStatus"]
+    assert [method.name for method in methods] == [
+        "Generate",
+        "Complete",
+        "Chat",
+        "Score",
+        "Tokenize",
+        "Detokenize",
+        "GetModelInfo",
+        "GetStatus",
+        "FlushCache",
+        "Abort",
+    ]
 
 
 def test_draining_lets_running_calls_finish_and_refuses_new_ones(served: Served, engine: FakeEngine):

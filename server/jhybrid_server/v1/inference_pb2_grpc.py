@@ -31,7 +31,8 @@ class InferenceServiceStub(object):
     Status codes: INVALID_ARGUMENT for a request that cannot be meant (the message and a google.rpc.BadRequest detail
     name the field), NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when the queue is full,
     UNAVAILABLE while loading, draining or dead, INTERNAL when the step of this request failed. A call that is
-    cancelled or passes its deadline gives its memory back at once.
+    cancelled or passes its deadline gives its memory back at once. UNAUTHENTICATED without a key where keys are asked
+    for, ABORTED when somebody ended the request by its id. RESOURCE_EXHAUSTED comes with a google.rpc.RetryInfo.
     """
 
     def __init__(self, channel):
@@ -45,10 +46,30 @@ class InferenceServiceStub(object):
                 request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Complete = channel.unary_unary(
+                '/jhybrid.v1.InferenceService/Complete',
+                request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.CompleteResponse.FromString,
+                _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/jhybrid.v1.InferenceService/Chat',
+                request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/jhybrid.v1.InferenceService/Score',
+                request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jhybrid.v1.InferenceService/Tokenize',
                 request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/jhybrid.v1.InferenceService/Detokenize',
+                request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/jhybrid.v1.InferenceService/GetModelInfo',
@@ -60,6 +81,16 @@ class InferenceServiceStub(object):
                 request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/jhybrid.v1.InferenceService/FlushCache',
+                request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/jhybrid.v1.InferenceService/Abort',
+                request_serializer=jhybrid__server_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -68,7 +99,8 @@ class InferenceServiceServicer(object):
     Status codes: INVALID_ARGUMENT for a request that cannot be meant (the message and a google.rpc.BadRequest detail
     name the field), NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when the queue is full,
     UNAVAILABLE while loading, draining or dead, INTERNAL when the step of this request failed. A call that is
-    cancelled or passes its deadline gives its memory back at once.
+    cancelled or passes its deadline gives its memory back at once. UNAUTHENTICATED without a key where keys are asked
+    for, ABORTED when somebody ended the request by its id. RESOURCE_EXHAUSTED comes with a google.rpc.RetryInfo.
     """
 
     def Generate(self, request, context):
@@ -78,8 +110,36 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Complete(self, request, context):
+        """As Generate, but with the whole answer at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """Answers a conversation, written out by the model's chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Log-probabilities of given continuations of a context.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Turns text into token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,6 +159,20 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Forgets every cached prefix.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends a running request of anybody by its id; its own call ends with ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,10 +181,30 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Complete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Complete,
+                    request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -121,6 +215,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.GetStatusRequest.FromString,
                     response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.FlushCacheRequest.FromString,
+                    response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=jhybrid__server_dot_v1_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=jhybrid__server_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,7 +240,8 @@ class InferenceService(object):
     Status codes: INVALID_ARGUMENT for a request that cannot be meant (the message and a google.rpc.BadRequest detail
     name the field), NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when the queue is full,
     UNAVAILABLE while loading, draining or dead, INTERNAL when the step of this request failed. A call that is
-    cancelled or passes its deadline gives its memory back at once.
+    cancelled or passes its deadline gives its memory back at once. UNAUTHENTICATED without a key where keys are asked
+    for, ABORTED when somebody ended the request by its id. RESOURCE_EXHAUSTED comes with a google.rpc.RetryInfo.
     """
 
     @staticmethod
@@ -167,6 +272,87 @@ class InferenceService(object):
             _registered_method=True)
 
     @staticmethod
+    def Complete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jhybrid.v1.InferenceService/Complete',
+            jhybrid__server_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            jhybrid__server_dot_v1_dot_inference__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/jhybrid.v1.InferenceService/Chat',
+            jhybrid__server_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
+            jhybrid__server_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jhybrid.v1.InferenceService/Score',
+            jhybrid__server_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            jhybrid__server_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Tokenize(request,
             target,
             options=(),
@@ -183,6 +369,33 @@ class InferenceService(object):
             '/jhybrid.v1.InferenceService/Tokenize',
             jhybrid__server_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             jhybrid__server_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jhybrid.v1.InferenceService/Detokenize',
+            jhybrid__server_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            jhybrid__server_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -237,6 +450,60 @@ class InferenceService(object):
             '/jhybrid.v1.InferenceService/GetStatus',
             jhybrid__server_dot_v1_dot_inference__pb2.GetStatusRequest.SerializeToString,
             jhybrid__server_dot_v1_dot_inference__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jhybrid.v1.InferenceService/FlushCache',
+            jhybrid__server_dot_v1_dot_inference__pb2.FlushCacheRequest.SerializeToString,
+            jhybrid__server_dot_v1_dot_inference__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jhybrid.v1.InferenceService/Abort',
+            jhybrid__server_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+            jhybrid__server_dot_v1_dot_inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
