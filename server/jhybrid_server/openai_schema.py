@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from jhybrid.errors import RequestError
-from jhybrid.request import Request, SamplingParams
+from jhybrid.request import MAX_LOGIT_BIAS, Request, SamplingParams
 
 MAX_PROMPTS = 1024
 TOKEN_ID = re.compile(r"-?\d{1,19}")
@@ -150,6 +150,9 @@ class GenerationBody(Body):
     def _sampling(self, **own: Any) -> SamplingParams:
         given = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         bias: dict[int, float] = {}
+        if self.logit_bias is not None and len(self.logit_bias) > MAX_LOGIT_BIAS:  # before time is spent on them
+            count = len(self.logit_bias)
+            raise RequestError("logit_bias", f"{count} entries given, at most {MAX_LOGIT_BIAS} allowed")
         for key, value in (self.logit_bias or {}).items():
             if not TOKEN_ID.fullmatch(key):
                 raise RequestError("logit_bias", f"key {key[:40]!r} is no token id")

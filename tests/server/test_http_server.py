@@ -187,11 +187,11 @@ BAD_COMPLETIONS = [
 def test_bad_completions_name_the_field(served: Served, engine: FakeEngine, param: str, body: dict, stream: bool):
     if stream and param == "stream_options":
         return
-    started = time.monotonic()
+    started = time.process_time()
     reply = complete(served, **({"stream": stream} | body))
     assert (reply.status, reply.error["param"], reply.error["type"]) == (400, param, "invalid_request_error")
     assert len(reply.error["message"]) < 400
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 0.5
     assert not engine.submitted
     assert complete(served).json["choices"][0]["text"] == answer_text(4, 16)
 
