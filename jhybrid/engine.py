@@ -17,9 +17,9 @@ from jhybrid.batch import Packer
 from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
-from jhybrid.guard import Check, Guard
+from jhybrid.guard import Guard
 from jhybrid.intake import Intake
-from jhybrid.request import MAX_LOGPROBS, Completion, Delta, Output, Request, SamplingParams, TokenLogprobs
+from jhybrid.request import Completion, Delta, Output, Request, SamplingParams, TokenLogprobs
 from jhybrid.results import adjustments, prompt_entries, sampled_entry
 from jhybrid.runner import Runner, StepHandle, StepResult
 from jhybrid.scheduler import Item, Plan, Scheduler
@@ -93,7 +93,6 @@ class Engine:
             needs_state=model.router.has_slots,
             seed=config.base_seed,
         )
-        self._checks: dict[str, tuple[Check, bool]] = {}  # by name of the request; whether it is the cold one
         tree = self.ledger.tree
         tunes = tree is not None and config.eviction_policy == "flop_aware"
         self._tuner = make_tuner(config, model, runner.memory, tree) if tunes and tree else None
@@ -174,7 +173,7 @@ class Engine:
                 before, self._flight = self._flight, None
                 deltas += self._land(before)
             deltas, self._told = self._told + deltas, []
-            if self._checks:
+            if self._guard.is_checking:
                 deltas = [delta for delta in deltas if not self._take_check(delta)]
         self.stats.log_now_and_then(self)
         return deltas
@@ -187,35 +186,23 @@ class Engine:
         return not self.has_work and (self._begin_check() or self._tune())
 
     def _begin_check(self) -> bool:
-        check = self._guard.next()
-        if check is None:
-            return False
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
-        request = Request(prompt_token_ids=check.prompt, sampling=sampling, cache_salt=check.salt)
-        for is_cold in (False, True):
-            name = f"\0check-{next(self._numbers)}"
-            sequence = self._sequence(name, 0, request, check.prompt)
+        asked = self._guard.begin()
+        for name, request, is_cold in asked:
+            sequence = self._sequence(name, 0, request, request.prompt_token_ids or [])
             sequence.is_check, sequence.is_cold = True, is_cold
-            self._sequences[name], self._checks[name] = [sequence], (check, is_cold)
+            self._sequences[name] = [sequence]
             self.scheduler.add(sequence)
-        return True
+        return bool(asked)
 
     def _take_check(self, delta: Delta) -> bool:
         """Whether a delta belongs to a check, and not to a caller."""
-        check, is_cold = self._checks.pop(delta.request_id, (None, False))
-        if check is None:
+        if not self._guard.owns(delta.request_id):
             return False
-        check.answers[is_cold] = delta
-        if len(check.answers) == 2:
-            verdict = self._guard.judge(check)
+        verdict = self._guard.take(delta)
+        if verdict is not None:
             self.ledger.counts.verified += verdict.worst is not None
             if verdict.forget is not None:
-                log.error(
-                    "a cached prefix of %d tokens gave log-probabilities that differ by %s from computing it again; "
-                    "it is forgotten",
-                    len(check.prompt) - 1,
-                    verdict.worst,
-                )
+                log.error("a cached prefix differs by %s from computing it again: forgotten", verdict.worst)
                 self.ledger.quarantine(verdict.forget)
         return True
 
@@ -405,7 +392,7 @@ class Engine:
         finally:
             self._leave(outputs)
         while not self.has_work and self._begin_check():
-            while self._checks:
+            while self._guard.is_checking:
                 deltas = self.step()
                 self._told += deltas
         return list(outputs.values())

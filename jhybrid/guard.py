@@ -4,13 +4,14 @@ The engine tells it of hits and asks it for checks when there is nothing else to
 hit's prefix and one token more, one that starts from the cached prefix and one that uses nothing of the cache.
 """
 
+import itertools
 import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
 
 from jhybrid.cache.node import Node, Salt
-from jhybrid.request import Delta, TokenLogprobs
+from jhybrid.request import MAX_LOGPROBS, Delta, Request, SamplingParams, TokenLogprobs
 
 QUEUE = 16  # hits that wait for their check; more are let go
 COMPARED = 5  # likeliest tokens
@@ -47,6 +48,8 @@ class Guard:
         self._page_size = page_size
         self._random = random.Random(seed)
         self._waiting: deque[Check] = deque()
+        self._running: dict[str, tuple[Check, bool]] = {}  # by name of the request; whether it is the cold one
+        self._numbers = itertools.count()
 
     def saw(self, node: Node, salt: Salt, token_ids: list[int]) -> None:
         """A sequence with these tokens has started from this node."""
@@ -61,15 +64,39 @@ class Guard:
     def _check(self, node: Node, salt: Salt, token_ids: list[int]) -> Check:
         return Check(node, salt, token_ids[: node.depth * self._page_size + 1])
 
-    def next(self) -> Check | None:
-        """The next check to run; those whose prefix has been forgotten meanwhile are skipped."""
+    @property
+    def is_checking(self) -> bool:
+        """Whether the requests of a check are under way."""
+        return bool(self._running)
+
+    def begin(self) -> list[tuple[str, Request, bool]]:
+        """The requests of the next check: name, request, whether to compute it cold. Empty if there is none.
+
+        Prefixes that have been forgotten meanwhile are skipped.
+        """
         while self._waiting:
             check = self._waiting.popleft()
             if check.node.alive and (check.node.snapshot is not None or not self._needs_state):
-                return check
-        return None
+                break
+        else:
+            return []
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
+        request = Request(prompt_token_ids=check.prompt, sampling=sampling, cache_salt=check.salt)
+        names = {f"\0check-{next(self._numbers)}": is_cold for is_cold in (False, True)}
+        self._running |= {name: (check, is_cold) for name, is_cold in names.items()}
+        return [(name, request, is_cold) for name, is_cold in names.items()]
 
-    def judge(self, check: Check) -> Verdict:
+    def owns(self, request_id: str) -> bool:
+        """Whether a request is one of a check under way."""
+        return request_id in self._running
+
+    def take(self, delta: Delta) -> Verdict | None:
+        """The answer to one of a check's requests; a verdict when it was the second."""
+        check, is_cold = self._running.pop(delta.request_id)
+        check.answers[is_cold] = delta
+        return self._judge(check) if len(check.answers) == 2 else None
+
+    def _judge(self, check: Check) -> Verdict:
         """Compare the two answers of a check. After a wrong one, the nearest ancestor with a state is checked next."""
         hit, cold = check.answers[False], check.answers[True]
         depth = check.node.depth * self._page_size
