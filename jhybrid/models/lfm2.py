@@ -81,7 +81,9 @@ class Lfm2Config:
             norm_eps=eps,
             max_position_embeddings=hf.integer("max_position_embeddings"),
             # the older key counts where both are there, as in transformers
-            tie_word_embeddings=hf.flag("tie_embedding" if hf.has("tie_embedding") else "tie_word_embeddings"),
+            tie_word_embeddings=hf.flag(
+                "tie_embedding" if hf.has("tie_embedding") else "tie_word_embeddings", default=True
+            ),
             **feed_forward,
         )
 

@@ -27,6 +27,7 @@ MODELS = (
     pytest.param("qwen3_next", marks=pytest.mark.slow),
     pytest.param("kimi_linear", marks=pytest.mark.slow),
     pytest.param("falcon_h1", marks=pytest.mark.slow),
+    pytest.param("jamba", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
     pytest.param("mamba2", marks=pytest.mark.slow),
 )
@@ -37,6 +38,7 @@ HYBRIDS = (
     pytest.param("qwen3_next", marks=pytest.mark.slow),
     pytest.param("kimi_linear", marks=pytest.mark.slow),
     pytest.param("falcon_h1", marks=pytest.mark.slow),
+    pytest.param("jamba", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
 )
 PROMPT_LEN = 97

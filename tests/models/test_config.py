@@ -26,7 +26,7 @@ NEEDED = {
     "mamba2": "vocab_size hidden_size layer_norm_epsilon num_hidden_layers num_heads head_dim state_size n_groups "
     "expand conv_kernel use_conv_bias use_bias hidden_act residual_in_fp32",
     "lfm2": "vocab_size hidden_size norm_eps num_hidden_layers layer_types conv_L_cache conv_bias num_attention_heads "
-    "max_position_embeddings tie_word_embeddings intermediate_size block_auto_adjust_ff_dim block_multiple_of",
+    "max_position_embeddings intermediate_size block_auto_adjust_ff_dim block_multiple_of",
     "lfm2_moe": "num_dense_layers num_experts num_experts_per_tok moe_intermediate_size use_expert_bias norm_topk_prob "
     "routed_scaling_factor layer_types intermediate_size",
     "falcon_h1": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size rope_parameters "
@@ -154,6 +154,8 @@ def test_older_spellings_of_lfm2_agree():
     old |= {"block_ff_dim": raw["intermediate_size"], "tie_embedding": raw["tie_word_embeddings"]}
     for key in ("rope_parameters", "layer_types", "intermediate_size", "tie_word_embeddings"):
         del old[key]
+    assert read(old) == config
+    del old["tie_embedding"]  # older files leave out what is the default
     assert read(old) == config
     assert config.intermediate_size == 96  # 2/3 of 130, rounded up to a multiple of 16
     assert read(raw | {"block_auto_adjust_ff_dim": False}).intermediate_size == 130
