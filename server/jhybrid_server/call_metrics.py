@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError
 from jhybrid_server.statuses import AbortedError, ModelNotFoundError, NotReadyError
@@ -18,6 +20,8 @@ OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
     (NotReadyError, "unavailable"),
     (EngineDeadError, "unavailable"),
     (AbortedError, "aborted"),
+    (HTTPException, "refused"),
+    (ClientDisconnect, "cancelled"),
     (Exception, "failed"),
     (BaseException, "cancelled"),  # CancelledError and the end of a generator that is left: the client has gone
 )
@@ -42,14 +46,26 @@ class CallMetrics:
         self._first_token.observe(seconds)
 
     @contextlib.contextmanager
-    def outcome(self) -> Iterator[None]:
-        """Count a call by what its block raises."""
-        started, name = time.monotonic(), "ok"
+    def refusals(self) -> Iterator[None]:
+        """Count a call that is refused inside, before the desk sees it."""
         try:
             yield
+        except Exception as error:
+            self._count(error)
+            raise
+
+    @contextlib.contextmanager
+    def outcome(self) -> Iterator[None]:
+        """Count a call by what its block raises."""
+        started = time.monotonic()
+        try:
+            yield
+            self._calls.labels("ok").inc()
         except BaseException as error:
-            name = next(name for kind, name in OUTCOMES if isinstance(error, kind))
+            self._count(error)
             raise
         finally:
-            self._calls.labels(name).inc()
             self._duration.observe(time.monotonic() - started)
+
+    def _count(self, error: BaseException) -> None:
+        self._calls.labels(next(name for kind, name in OUTCOMES if isinstance(error, kind))).inc()

@@ -68,21 +68,22 @@ class Endpoints:
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
-        body = await read(request, CompletionBody)
-        body.check()
         name = f"cmpl-{uuid.uuid4().hex}"
-        tokenizer = self._desk.bridge.engine.tokenizer
-        requests = body.requests(name)
+        with self._desk.metrics.refusals():
+            body = await read(request, CompletionBody)
+            body.check()
+            requests = body.requests(name)
+            tokenizer = self._desk.bridge.engine.tokenizer
         return Answering(self._desk, body, name, requests, lambda call: CompletionAnswers(body, call, tokenizer))
 
     async def chat(self, request: Request) -> ASGIApp:
-        body = await read(request, ChatBody)
-        body.check()
-        self._desk.check_model(body.model)
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        tokenizer = self._desk.bridge.engine.tokenizer
-        prompt = await self._desk.chat_prompt(**rendering(body))
-        requests = [body.request(name, prompt)]
+        with self._desk.metrics.refusals():
+            body = await read(request, ChatBody)
+            body.check()
+            self._desk.check_model(body.model)
+            tokenizer = self._desk.bridge.engine.tokenizer
+            requests = [body.request(name, await self._desk.chat_prompt(**rendering(body)))]
         return Answering(self._desk, body, name, requests, lambda call: ChatAnswers(body, call, tokenizer))
 
     async def models(self, request: Request) -> Response:

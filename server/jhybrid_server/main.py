@@ -96,6 +96,7 @@ async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_ou
         await grpc_.say_serving(True)
         addresses = {"http": f"{http.host}:{http.port}", "grpc": f"{grpc_.host}:{grpc_.port}"}
         _print_ready(desk.model_name, addresses, listening.tls is not None, json_output)
+        log.info("try: %s", _example(listening, http.port))
         await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             return 1
@@ -111,6 +112,14 @@ async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_ou
 
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
+
+
+def _example(listening: Listening, port: int) -> str:
+    """A command that asks the server something."""
+    scheme = "http" if listening.tls is None else "https"
+    key = " -H 'authorization: Bearer KEY'" if listening.api_keys else ""
+    asked = """-H 'content-type: application/json' -d '{"prompt": "The king", "max_tokens": 20}'"""
+    return f"curl {scheme}://{listening.host}:{port}/v1/completions{key} {asked}"
 
 
 def _print_ready(name: str, addresses: dict[str, str], tls: bool, json_output: bool) -> None:

@@ -28,6 +28,7 @@ SHARED = (
     "seed",
     "n",
     "prompt_logprobs",
+    "prompt_logprobs_from",
     "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
@@ -120,6 +121,7 @@ class GenerationBody(Body):
     seed: int | None = None
     n: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int | None = None
     stop: Stop = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

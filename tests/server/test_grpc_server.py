@@ -173,7 +173,9 @@ def test_a_bug_in_submit_reaches_its_caller_only(served: Served):
 
 
 def test_full_queue_is_resource_exhausted_and_passes(served: Served, engine: FakeEngine):
-    streams = [served.client.stream(Request(prompt="abc", sampling=ENDLESS)) for _ in range(12)]
+    streams = [served.client.stream(Request(prompt="abc", sampling=ENDLESS)) for _ in range(4)]
+    eventually(lambda: len(engine.running) == 4)
+    streams += [served.client.stream(Request(prompt="abc", sampling=ENDLESS)) for _ in range(8)]
     eventually(lambda: len(engine.running) == 4 and len(engine.waiting) == 8)
     with pytest.raises(QueueFullError) as caught:
         served.client.generate(Request(prompt="abc"))

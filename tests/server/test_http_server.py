@@ -415,7 +415,7 @@ def test_death_of_the_engine_thread(served: Served):
 
 def test_metrics_and_status(served: Served, engine: FakeEngine):
     assert complete(served).status == 200
-    assert complete(served, n=0).status == 400
+    assert complete(served, n=0).status == complete(served, wat=0).status == chat(served, wat=0).status == 400
     stream = events(served.http.port, COMPLETIONS, ENDLESS)
     next(stream)
     status = ask(served.http.port, "/v1/internal/status").json
@@ -425,7 +425,7 @@ def test_metrics_and_status(served: Served, engine: FakeEngine):
     text = ask(served.http.port, "/metrics").raw.decode()
     for line in (
         'jhybrid_calls_total{outcome="ok"} 1.0',
-        'jhybrid_calls_total{outcome="refused"} 1.0',
+        'jhybrid_calls_total{outcome="refused"} 3.0',
         'jhybrid_calls_total{outcome="cancelled"} 1.0',
         "jhybrid_time_to_first_token_seconds_count 2.0",
         'jhybrid_pages{state="free"} 100.0',
