@@ -176,6 +176,44 @@ class Perplexity:
         Console().print(table)
 
 
+@dataclass(frozen=True)
+class Eval:
+    """Run tasks of lm-evaluation-harness; its results are printed in its own format."""
+
+    tasks: tuple[str, ...]
+    """Names of tasks or groups."""
+    engine: Config = field(default_factory=lambda: EngineConfig(enable_prefix_caching=True))
+    include_path: Path | None = None
+    """A folder with tasks of your own."""
+    num_fewshot: int | None = None
+    """Examples before each question. None: as the task says."""
+    limit: float | None = None
+    """Questions per task; below 1, a share of them. None: all."""
+    apply_chat_template: bool = False
+    """Ask in the form of a chat."""
+    system_instruction: str | None = None
+    """Text before everything else."""
+    max_length: int | None = None
+    """Tokens that one pass reads. None: one less than max_model_len."""
+    max_gen_toks: int = 256
+    """Most tokens of an answer where the task does not say."""
+    log_samples: bool = False
+    """Keep every question and answer in the results."""
+    output: Path | None = None
+    """File for the results."""
+    json: bool = False
+    """The results on standard output instead of a table."""
+
+    def run(self) -> None:
+        from jhybrid.evaluate.tasks import Evaluation, as_json, as_table, plain
+
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Evaluation)}
+        results = Evaluation(**own | {"tasks": plain(self.tasks)}).run(self.engine)
+        if self.output is not None:
+            self.output.write_text(as_json(results) + "\n", encoding="utf-8")
+        print(as_json(results) if self.json else as_table(results))
+
+
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, and the function that moves it on."""
@@ -337,6 +375,7 @@ COMMANDS = {
     "generate": Generate,
     "score": Score,
     "perplexity": Perplexity,
+    "eval": Eval,
     "inspect": Inspect,
     "bench": Bench,
     "train": Train,

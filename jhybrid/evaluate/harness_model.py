@@ -1,0 +1,105 @@
+"""HarnessModel: the model `jhybrid` of lm-evaluation-harness. Importing this module registers it.
+
+No release of the harness up to 0.4.13 looks for models outside its own source, so something has to import this one:
+`jhybrid eval`, or the harness's own command line as `python -m jhybrid.evaluate`.
+"""
+
+import dataclasses
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from tqdm import tqdm
+
+from jhybrid.config import EngineConfig
+from jhybrid.engine import Engine
+from jhybrid.errors import ConfigError
+from jhybrid.evaluate.respondent import Respondent
+
+
+@register_model("jhybrid")
+class HarnessModel(LM):
+    """Passes what the harness asks to a respondent."""
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **options: Any,
+    ):
+        """`options` are EngineConfig's, with prefix caching on unless told otherwise. ConfigError names a wrong one.
+
+        Steps are packed by tokens, so `batch_size` means nothing; `max_num_seqs` and `max_num_batched_tokens` do.
+        """
+        del batch_size, max_batch_size
+        super().__init__()
+        if device is not None:
+            raise ConfigError("device", f"{device!r} cannot be chosen here; JAX takes it from JAX_PLATFORMS")
+        unknown = sorted(set(options) - {field.name for field in dataclasses.fields(EngineConfig)})
+        if unknown:
+            raise ConfigError(unknown[0], f"{options[unknown[0]]!r} was given, but the engine has no such option")
+        config = EngineConfig(model=model, **{"enable_prefix_caching": True, **options})
+        self.engine = Engine(config)
+        self.respondent = Respondent(
+            self.engine,
+            max_length=max_length,
+            max_gen_toks=max_gen_toks,
+            add_bos_token=add_bos_token,
+            prefix_token_id=prefix_token_id,
+        )
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        pairs = [(request.args[0], request.args[1]) for request in requests]
+        with tqdm(total=len(pairs), desc="loglikelihood", disable=disable_tqdm) as bar:
+            found = self.respondent.loglikelihoods(pairs, bar.update)
+        answers = [(likelihood.total, likelihood.is_greedy) for likelihood in found]
+        self._keep("loglikelihood", requests, answers)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        with tqdm(desc="loglikelihood_rolling, windows", disable=disable_tqdm) as bar:
+            answers = self.respondent.rolling([request.args[0] for request in requests], bar.update)
+        self._keep("loglikelihood_rolling", requests, answers)
+        return answers
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        prompts = [(request.args[0], request.args[1]) for request in requests]
+        with tqdm(total=len(prompts), desc="generate_until", disable=disable_tqdm) as bar:
+            answers = self.respondent.generate(prompts, bar.update)
+        self._keep("generate_until", requests, answers)
+        return answers
+
+    def _keep(self, kind: str, requests: list[Instance], answers: list[Any]) -> None:
+        """For the harness's own cache of answers."""
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial(kind, request.args, answer)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.respondent.chat(chat_history, add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        if chat_template is False:
+            return None
+        return self.respondent.chat_template(None if chat_template is True else chat_template)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.engine.config.model.replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness puts beside its results: the model, the window, and how much work was shared."""
+        return {
+            "model_num_parameters": self.engine.model.num_parameters,
+            "model_dtype": self.engine.model.dtype,
+            "max_length": self.respondent.max_length,
+            "prefix_token_id": self.respondent.prefix_token_id,
+            "scoring": self.respondent.scorer.report(),
+        }

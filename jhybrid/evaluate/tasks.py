@@ -1,0 +1,87 @@
+"""Tasks of lm-evaluation-harness on one of our models. `jhybrid eval` calls it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jhybrid.config import EngineConfig
+from jhybrid.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is asked of the harness. Names and meanings are those of its own command line."""
+
+    tasks: tuple[str, ...]
+    include_path: Path | None = None
+    num_fewshot: int | None = None
+    limit: float | None = None
+    apply_chat_template: bool = False
+    system_instruction: str | None = None
+    log_samples: bool = False
+    max_length: int | None = None
+    max_gen_toks: int = 256
+
+    def run(self, config: EngineConfig) -> dict[str, Any]:
+        """Results in the harness's own format. Raises ConfigError if it is not installed or knows no such task."""
+        try:
+            from lm_eval import simple_evaluate
+            from lm_eval.tasks import TaskManager
+
+            from jhybrid.evaluate.harness_model import HarnessModel
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "tasks", f"lm-evaluation-harness is needed ({error}); install it: pip install 'jhybrid[eval]'"
+            ) from error
+        path = None if self.include_path is None else str(self.include_path)
+        manager = TaskManager(include_path=path)
+        unknown = [name for name in self.tasks if not manager.match_tasks([name])]
+        if unknown or not self.tasks:
+            raise ConfigError("tasks", f"{', '.join(unknown) or 'none'}: no such task; --include-path adds a folder")
+        options = changed(config)
+        model = HarnessModel(**options, max_length=self.max_length, max_gen_toks=self.max_gen_toks)
+        with model.engine:
+            results = simple_evaluate(
+                model=model,
+                tasks=[name for asked in self.tasks for name in manager.match_tasks([asked])],
+                num_fewshot=self.num_fewshot,
+                limit=self.limit,
+                task_manager=manager,
+                apply_chat_template=self.apply_chat_template,
+                system_instruction=self.system_instruction,
+                log_samples=self.log_samples,
+            )
+        assert results is not None, "only one process takes part, so it is the one with the results"
+        found: dict[str, Any] = dict(results)
+        found["config"] |= {"model": "jhybrid", "model_args": options}
+        return found
+
+
+def changed(config: EngineConfig) -> dict[str, Any]:
+    """The options of a configuration that are not the defaults, and in any case the model and prefix caching."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    usual = {field.name: field.default for field in fields(config)}
+    always = ("model", "enable_prefix_caching")
+    return {name: value for name, value in values.items() if name in always or value != usual[name]}
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """Results as the harness writes them."""
+    from lm_eval.utils import handle_non_serializable
+
+    return json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+
+
+def as_table(results: dict[str, Any]) -> str:
+    """The harness's table of results, groups after tasks."""
+    from lm_eval.utils import make_table
+
+    parts = [make_table(results), make_table(results, "groups") if results.get("groups") else ""]
+    return "\n".join(part for part in parts if part)
+
+
+def plain(names: Sequence[str]) -> tuple[str, ...]:
+    """Task names, whether given one by one or with commas between them."""
+    return tuple(name for given in names for name in given.split(",") if name)
