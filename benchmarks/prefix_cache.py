@@ -106,7 +106,7 @@ def _chain(tokens: list[int]) -> list[int]:
 def run_trace(
     visits: list[Visit], kind: type[Ledger], policy: str, memory: float, state_bytes: int = STATE_BYTES
 ) -> int:
-    ledger = books(kind, 1.0 if policy == "flop_aware" else 0.0, memory, state_bytes)
+    ledger = books(kind, 0.0, memory, state_bytes)
     assert ledger.tree is not None
     tuner = Tuner(ledger.tree.policy, lambda alpha: books(kind, alpha, memory, state_bytes))
     saved = 0

@@ -69,6 +69,13 @@ class EngineConfig:
         for name in ("max_model_len", "num_pages"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        for name in ("enable_prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, f"must be True or False, got {getattr(self, name)!r}")
+        if isinstance(self.base_seed, bool) or not isinstance(self.base_seed, int):
+            raise ConfigError("base_seed", f"must be an integer, got {self.base_seed!r}")
+        if self.compilation_cache_dir is not None and not isinstance(self.compilation_cache_dir, str):
+            raise ConfigError("compilation_cache_dir", f"must be a string, got {self.compilation_cache_dir!r}")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.load_format not in ("auto", "dummy"):
@@ -77,11 +84,11 @@ class EngineConfig:
             raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(DTYPES)}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ConfigError("state_dtype", f"{self.state_dtype!r} is not one of float32, bfloat16")
-        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError("memory_fraction", f"{self.memory_fraction} is not in (0, 1]")
+        if self.memory_fraction is not None and not (_is_share(self.memory_fraction) and self.memory_fraction > 0):
+            raise ConfigError("memory_fraction", f"{self.memory_fraction!r} is not in (0, 1]")
         if self.eviction_policy not in ("lru", "flop_aware"):
             raise ConfigError("eviction_policy", f"{self.eviction_policy!r} is not one of lru, flop_aware")
-        if not isinstance(self.verify_hits, int | float) or not 0.0 <= self.verify_hits <= 1.0:
+        if not _is_share(self.verify_hits):
             raise ConfigError("verify_hits", f"{self.verify_hits!r} is not in [0, 1]")
         self._check_snapshots()
         if self.tensor_parallel_size != 1:
@@ -100,6 +107,12 @@ class EngineConfig:
             raise ConfigError("snapshot_dtype", f"{self.snapshot_dtype!r} is not one of auto, bfloat16, int8")
         if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 0):
             raise ConfigError("snapshot_slots", f"must be a non-negative integer, got {slots!r}")
+        if not self.enable_prefix_caching:
+            asked = {"snapshot_slots": slots, "snapshot_interval": interval, "verify_hits": self.verify_hits}
+            asked["snapshot_dtype"] = self.snapshot_dtype if self.snapshot_dtype != "auto" else None
+            for name, value in asked.items():
+                if value:
+                    raise ConfigError(name, f"{value!r} has no effect without enable_prefix_caching; switch that on")
         if interval is None:
             return
         _positive("snapshot_interval", interval)
@@ -136,6 +149,10 @@ def api_keys() -> tuple[str, ...]:
 def compiler_flags() -> dict[str, str]:
     """Environment variables that change what XLA makes of a program."""
     return {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ}
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
 
 
 def _positive(name: str, value: object) -> None:

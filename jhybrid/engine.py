@@ -302,7 +302,7 @@ class Engine:
     def _token(self, item: Item, result: StepResult, i: int, token: int) -> Delta:
         sequence, sampling = item.sequence, item.sequence.request.sampling
         sequence.token_ids.append(token)
-        self.stats.output_tokens += 1
+        self.stats.output_tokens += not sequence.is_check
         delta = self._delta(sequence, [token])
         if sampling.logprobs is not None:
             delta.logprobs = [sampled_entry(result, i, token, sampling.logprobs)]

@@ -75,12 +75,16 @@ class Intake:
 
 def _check_cache_hints(request: Request, length: int) -> None:
     salt, offsets = request.cache_salt, request.snapshot_at
-    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT):
-        raise RequestError("cache_salt", f"must be a string of 1 to {MAX_SALT} characters, got {str(salt)[:40]!r}")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError("cache_salt", f"must be a string, got {salt!r}")
+    if salt is not None and not 0 < len(salt) <= MAX_SALT:
+        raise RequestError("cache_salt", f"has {len(salt)} characters, must have 1 to {MAX_SALT}")
     if not isinstance(offsets, list | tuple):
         raise RequestError("snapshot_at", f"must be a list of integers, got {type(offsets).__name__}")
     if len(offsets) > MAX_SNAPSHOTS:
         raise RequestError("snapshot_at", f"{len(offsets)} offsets given, at most {MAX_SNAPSHOTS} allowed")
     for at in offsets:
-        if isinstance(at, bool) or not isinstance(at, int) or not 1 <= at <= length:
+        if isinstance(at, bool) or not isinstance(at, int):
+            raise RequestError("snapshot_at", f"{at!r} is a {type(at).__name__}, must be an integer")
+        if not 1 <= at <= length:
             raise RequestError("snapshot_at", f"{at!r} is no length of a part of this prompt; use 1 to {length}")

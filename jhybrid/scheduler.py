@@ -100,7 +100,6 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when nobody can run. Marks its tokens as dispatched."""
-        self.ledger.begin_step()
         shares: dict[Sequence, int] = {}
         budget = self.budget
         preempted = False
@@ -123,6 +122,7 @@ class Scheduler:
         admitted = [] if preempted else self._admit(shares, budget)
         if not shares:
             return None
+        self.ledger.begin_step(len(shares))
         return Plan([self._dispatch(s, n) for s, n in shares.items()], admitted)
 
     def _admit(self, shares: dict[Sequence, int], budget: int) -> list[Sequence]:
@@ -133,7 +133,11 @@ class Scheduler:
         behind it pass until that is done; as many may be passed over as may run.
         """
         admitted: list[Sequence] = []
-        if budget == 0 or self._head() is None:
+        head = self._head()
+        if head is None:
+            return admitted
+        if budget == 0 or len(self.running) == self.max_num_seqs:
+            self.ledger.ask_ahead(head)
             return admitted
         passed_over: list[Sequence] = []
         spoken_for = sum(self._missing_pages(running, Hit()) for running in self.running)

@@ -66,6 +66,7 @@ class Sequence:
     is_check: bool = False  # made by the guard; not counted
     is_cold: bool = False  # neither uses the prefix cache nor adds to it, to check it
     awaited: "tuple[Sequence, Holding, int] | None" = None  # who computes a prefix of this one, up to which boundary
+    num_waits: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
 
     @property

@@ -536,6 +536,36 @@ def test_the_most_urgent_goes_first():
     life.finish()
 
 
+def test_nobody_waits_for_ever_for_prefixes_that_are_evicted_at_once():
+    """One snapshot, which a decoding sequence keeps taking, and a stream of requests that never wait themselves."""
+    config = EngineConfig(
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        page_size=4,
+        num_pages=60,
+        enable_prefix_caching=True,
+        snapshot_slots=1,
+        compilation_cache_dir="",
+    )
+    life = Life(config, "hybrid")
+    life.submit(Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)))
+    shared = list(range(30))
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, temperature=0.0)
+    life.submit(Request(prompt_token_ids=shared, sampling=scored))
+    life.step()
+    plain = life.submit(
+        Request(prompt_token_ids=[*shared, 5], sampling=SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0))
+    )
+    for step in range(60):
+        if step % 4 == 0:
+            life.submit(Request(prompt_token_ids=shared, sampling=scored))
+        life.step()
+        if life.outputs[plain].finished:
+            break
+    assert life.outputs[plain].finished
+    life.finish()
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
 def test_five_requests_through_two_slots(kind):
     """Distinct slots in a batch, one for a sequence's whole run, all free afterwards: `check_ledger` sees to it."""

@@ -83,7 +83,7 @@ class Ledger:
         self.snapshots = RowPool("snapshot", num_snapshots)
         self.snapshot_interval = snapshot_interval
         self._max_per_step = max_per_step if max_per_step is not None else num_snapshots
-        self._in_this_step = 0
+        self._quota, self._sequences_to_come = self._max_per_step, 1
         self.tree = None if num_slots and not num_snapshots else tree
         self.counts = PrefixCounts()
         self._prefills = Prefills(page_size, needs_state=num_slots > 0)
@@ -92,13 +92,12 @@ class Ledger:
 
     def match(self, sequence: Sequence) -> Hit:
         """The longest prefix that pages and state are held for. Whatever gives wanted logits is left to compute."""
-        most = sequence.first_needed // self.page_size
-        if self.tree is None or sequence.is_cold or (sequence.prompt_logprobs is not None and not most):
-            return Hit(cause="disabled")
+        if self.tree is None or sequence.is_cold:
+            return Hit()
         if self._prefills.still_waits(sequence):
             return Hit(waits=True)
         sequence.awaited = None
-        keys = self._keys(sequence)
+        keys, most = self._keys(sequence), sequence.first_needed // self.page_size
         path = list(self.tree.walk(sequence.request.cache_salt, keys))
         beyond = path[most] if len(path) > most else None  # a page of which every token is asked for again
         path = path[:most]
@@ -110,6 +109,8 @@ class Ledger:
         hit = Hit(depth * self.page_size, path[:depth], source, len(path) * self.page_size)
         if depth < len(path):
             hit.cause = self._cause(path, beyond)
+        elif beyond is not None and sequence.prompt_logprobs is not None:
+            hit.cause = "disabled"
         hit.idle = sum(not node.refs for node in hit.path)
         hit.waits = self._prefills.wait(sequence, keys[:most], depth)
         return hit
@@ -129,6 +130,11 @@ class Ledger:
         tokens = array("i", ids).tobytes()
         keys += [tokens[at : at + width] for at in range(0, len(tokens), width)]
         return keys
+
+    def ask_ahead(self, sequence: Sequence) -> None:
+        """A sequence that cannot be admitted yet tells who computes its prefix, before that has gone past its end."""
+        if self.tree is not None and not self._prefills.still_waits(sequence):
+            self._prefills.wait(sequence, self._keys(sequence)[: sequence.first_needed // self.page_size], 0)
 
     # reserve
 
@@ -207,7 +213,7 @@ class Ledger:
         self.tree.touch(hit.path, hit.source)
         if hit.source is not None:
             self.tree.start_reading(hit.source)
-        holding.keys = self._keys(sequence)[: (len(sequence.token_ids) - 1) // self.page_size]
+        holding.keys = list(self._keys(sequence))
         if self.slots.size:
             holding.targets = self._targets(sequence, hit)
         self._prefills.add(sequence, holding)
@@ -225,13 +231,13 @@ class Ledger:
         wanted = {last, hit.kv_tokens, *(at // size * size for at in sequence.request.snapshot_at)}
         if self.snapshot_interval:
             wanted |= set(range(self.snapshot_interval, last, self.snapshot_interval))
-        return sorted(at for at in wanted if hit.tokens < at <= last)
+        return sorted(at for at in wanted if at > hit.tokens)
 
     def _count(self, sequence: Sequence, hit: Hit) -> None:
         if sequence.preemptions:
             return
         sequence.cached_tokens, sequence.miss_cause = hit.tokens, hit.cause
-        if sequence.is_check:
+        if sequence.is_check or sequence.index:  # the answers to one prompt count once, as in its usage
             return
         counts = self.counts
         counts.queries += 1
@@ -242,16 +248,18 @@ class Ledger:
             counts.misses[hit.cause] = counts.misses.get(hit.cause, 0) + 1
             counts.missed_tokens[hit.cause] = counts.missed_tokens.get(hit.cause, 0) + hit.kv_tokens - hit.tokens
 
-    def begin_step(self) -> None:
-        """A new step is planned: it may leave `max_per_step` snapshots."""
-        self._in_this_step = 0
+    def begin_step(self, sequences: int) -> None:
+        """A new step is planned, of so many sequences: it may leave `max_per_step` snapshots."""
+        self._quota, self._sequences_to_come = self._max_per_step, sequences
 
     def snapshots_for(self, sequence: Sequence, first_pos: int, num_tokens: int) -> dict[int, int]:
         """Boundary -> snapshot row, for the snapshots that the step over these positions is to leave.
 
         Besides the prompt's own, one at every page that decoding fills, of which the latest are kept, so that the
-        next turn of a chat finds the end of this one. Without a row to be had, none is left, and it is counted.
+        next turn of a chat finds the end of this one. Without a row to be had, none is left, and it is counted. Of a
+        step's quota, one is kept for every sequence that is still to be asked.
         """
+        self._sequences_to_come -= 1
         holding = sequence.holding
         if self.tree is None or not self.slots.size or holding is None or sequence.is_cold:
             return {}
@@ -280,7 +288,7 @@ class Ledger:
     def _take_snapshot(self, decoding: Holding | None) -> int | None:
         """A row, evicting if need be; for a sequence that is decoding rather its own oldest than somebody else's."""
         assert self.tree is not None
-        if self._in_this_step == self._max_per_step:
+        if self._quota <= max(0, self._sequences_to_come):
             self.counts.snapshots_skipped += 1
             return None
         if not self.snapshots.free and decoding is not None:
@@ -290,7 +298,7 @@ class Ledger:
         row = self.snapshots.take(1)
         self.counts.snapshots_skipped += row is None
         self.counts.snapshots_taken += row is not None
-        self._in_this_step += row is not None
+        self._quota -= row is not None
         return row[0] if row else None
 
     # commit

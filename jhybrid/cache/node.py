@@ -36,7 +36,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.refs = 0
         self.snapshot: int | None = None
-        self.had_snapshot = False  # also after it was evicted
+        self.had_snapshot = False  # itself, or an evicted node after it
         self.readers = 0
         self.hits = 0  # sequences that started from the snapshot
         self.used = 0  # when a sequence last used the page, by the tree's clock

@@ -6,6 +6,9 @@ Requests that share a prefix and arrive together compute it once: the later ones
 from jhybrid.cache.node import Salt
 from jhybrid.sequence import Holding, Sequence
 
+MAX_WAITS = 4
+"""Times that a sequence waits for others, whose work may be evicted before it is used."""
+
 
 class Prefills:
     """Sequences by salt and first page, from their admission until all pages known then are published."""
@@ -36,7 +39,7 @@ class Prefills:
 
         Whoever it is that shares most is asked to leave a snapshot where the two part, if it has not come there yet.
         """
-        if len(keys) <= depth:
+        if len(keys) <= depth or sequence.num_waits == MAX_WAITS:
             return False
         for other in self._sequences.get((sequence.request.cache_salt, keys[0]), ()):
             holding = other.holding
@@ -49,6 +52,7 @@ class Prefills:
             boundary = self._ask_for(other, holding, shared * self._page_size)
             if boundary > depth * self._page_size:
                 sequence.awaited = (other, holding, boundary)
+                sequence.num_waits += 1
                 return True
         return False
 

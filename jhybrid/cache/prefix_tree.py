@@ -145,6 +145,7 @@ class PrefixTree:
         assert node.parent is not None
         self.evicted_pages += 1
         self.evicted_snapshots += node.snapshot is not None
+        node.parent.had_snapshot |= node.had_snapshot  # what reached deeper is lost
         self._discard(node)
         self._settle(node.parent)
         return True
@@ -189,6 +190,7 @@ class PrefixTree:
         """Take a node and all that follows it out of the tree. What sequences still use is freed when they end."""
         parent = node.parent
         assert parent is not None
+        parent.had_snapshot = True
         self._cut(node)
         doomed = [node]
         while doomed:

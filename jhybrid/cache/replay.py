@@ -54,6 +54,6 @@ def replay(ledger: Ledger, visit: Visit) -> int:
 
 def _run(ledger: Ledger, sequence: Sequence, start: int, end: int) -> None:
     """A step over positions [start, end)."""
-    ledger.begin_step()
+    ledger.begin_step(1)
     ledger.snapshots_for(sequence, start, end - start)
     ledger.commit(sequence, end)

@@ -11,6 +11,7 @@ from jhybrid.cache.replay import Visit, replay
 
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 MEMORY = 256  # requests that are remembered
+TIE = 0.01  # share of the FLOPs saved that makes no difference
 MAX_TOKENS = 8192  # of a remembered one; longer ones are left out, so that a turn stays short
 
 
@@ -25,7 +26,7 @@ class Tuner:
         self._empty_ledger = empty_ledger
         self._visits: deque[Visit] = deque(maxlen=MEMORY)
         self._new = 0  # visits since the last tuning
-        self._wait = MEMORY // 4  # until the next; doubles, as Marconi's bootstrap window does
+        self._wait = MEMORY // 4  # until the next; doubles twice or so, as Marconi's bootstrap window does
         self._work: Iterator[None] | None = None
         self.tunings = 0
 
@@ -40,7 +41,7 @@ class Tuner:
         if self._work is None:
             if not has_evicted or self._new < self._wait:
                 return False
-            self._new, self._wait = 0, min(2 * self._wait, 16 * MEMORY)
+            self._new, self._wait = 0, min(2 * self._wait, 2 * MEMORY)
             self._work = self._tune(list(self._visits))
         if next(self._work, self) is self:
             self._work = None
@@ -55,7 +56,6 @@ class Tuner:
                 saved[alpha] += self.policy.cost.flops(0, replay(ledger, visit) // size)
                 yield
         best = max(saved.values())
-        current = self.policy.alpha
-        if saved.get(current, -1.0) < best:  # otherwise stay
-            self.policy.set_alpha(max(alpha for alpha, flops in saved.items() if flops == best))
+        # The smallest that is as good: recency is what a change of habits shows in first.
+        self.policy.set_alpha(min(alpha for alpha, flops in saved.items() if flops >= (1 - TIE) * best))
         self.tunings += 1

@@ -183,10 +183,10 @@ def make_runner(config: EngineConfig, model: Model) -> Runner:
     )
 
 
-def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: float | None = None) -> Ledger:
+def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: float = 0.0) -> Ledger:
     """The books of the caches that a memory plan provides for, with a prefix tree if one is asked for.
 
-    `alpha` is the eviction policy's; None: 1 for flop_aware until it is tuned, 0 for lru.
+    `alpha` is the eviction policy's: 0, which is recency alone, unless the tuner has found another.
     """
     tree = None
     if config.enable_prefix_caching:
@@ -198,8 +198,6 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
             page_bytes=router.bytes_per_page,
             slot_bytes=router.bytes_per_slot,
         )
-        if alpha is None:
-            alpha = 1.0 if config.eviction_policy == "flop_aware" else 0.0
         tree = PrefixTree(Policy(cost, alpha=alpha, span=memory.num_snapshots or memory.num_pages))
     return Ledger(
         page_size=config.page_size,

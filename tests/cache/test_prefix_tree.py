@@ -92,7 +92,7 @@ def test_reasons():
 
 def test_what_is_left_after_a_quarantine_can_be_evicted():
     ledger = books(pages=12)
-    replay(ledger, visit(tokens(40), 0))
+    replay(ledger, visit(tokens(41), 0))
     node = match_of(ledger, [*tokens(40), 1]).path[-1]
     ledger.quarantine(node)
     assert ledger.pages.used == 9

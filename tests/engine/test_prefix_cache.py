@@ -204,6 +204,38 @@ def test_salts_keep_prefixes_apart(cached: Engine, salts: tuple[str | None, ...]
         assert ask(cached, dataclasses.replace(greedy(prompt, 2), cache_salt=salt)).cached_tokens == 32
 
 
+def test_requests_that_arrive_together_wait_also_for_a_prompt_of_several_steps(cached: Engine):
+    """The first takes the whole budget of every step until it is through; the others ask for their part meanwhile."""
+    [prefix, *suffixes] = prompts(cached, [80, 20, 20, 20])
+    requests = [greedy(prefix + suffix, 4, logprobs=1) for suffix in suffixes]
+    expected = [alone(cached, request) for request in requests]
+    before = cached.stats.prompt_tokens
+    poison(cached)
+    with budget(cached, 16):
+        for output, cold in zip(cached.generate(requests), expected, strict=True):
+            same(output, cold)
+    assert cached.stats.prompt_tokens - before == 80 + 3 * 20
+
+
+def test_a_mark_at_the_end_of_a_prompt_of_whole_pages_is_kept(recurrent: Engine):
+    [system, user] = prompts(recurrent, [32, 9])
+    ask(recurrent, dataclasses.replace(greedy(system, 40), snapshot_at=[32]))
+    request = greedy(system + user, 4, logprobs=1)
+    expected = alone(recurrent, request)
+    output = ask(recurrent, request)
+    same(output, expected)
+    assert (output.cached_tokens, output.miss_cause) == (32, None)
+
+
+def test_counters_are_the_sum_of_what_answers_say(cached: Engine):
+    outputs = []
+    for i in range(6):
+        [prompt] = prompts(cached, [40], seed=i % 2)
+        outputs.append(ask(cached, greedy(prompt, 3, n=1 + i % 3)))
+    assert counts(cached)["hit_tokens"] == sum(output.cached_tokens for output in outputs) == 4 * 32
+    assert counts(cached)["query_tokens"] == 6 * 40
+
+
 def test_scored_prompts_are_computed_whole(cached: Engine):
     [prompt] = prompts(cached, [40])
     request = greedy(prompt, 4, prompt_logprobs=1)
