@@ -60,6 +60,7 @@ class Endpoints:
             Route("/v1/models/{name:path}", self.model),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/version", self.version),
@@ -115,6 +116,12 @@ class Endpoints:
         self._desk.check_model(body.model)
         text = await self._desk.detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens is True)
         return JSONResponse({"prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What clients need that render and cut texts themselves, as lm-evaluation-harness does."""
+        tokenizer = self._desk.tokenizer("tokenizer")
+        templates = {"chat_template": tokenizer.chat_templates.get("default")}
+        return JSONResponse({**tokenizer.named_tokens, **templates, "vocab_size": tokenizer.vocab_size})
 
     async def health(self, request: Request) -> Response:
         """Liveness: the process is worth keeping."""

@@ -273,6 +273,8 @@ def test_models_tokens_and_version(served: Served):
     assert ask(port, "/tokenize", {}).error["param"] == "prompt"
     assert ask(port, "/detokenize", {"tokens": [0xC3, 0xA9]}).json == {"prompt": "é"}
     assert ask(port, "/detokenize", {"tokens": [263]}).error["param"] == "tokens"
+    info = ask(port, "/tokenizer_info").json
+    assert info == {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE, "vocab_size": 263}
     assert ask(port, "/version").json["version"]
 
 
