@@ -205,10 +205,10 @@ class Eval:
     """The results on standard output instead of a table."""
 
     def run(self) -> None:
-        from jhybrid.evaluate.tasks import Evaluation, as_json, as_table, plain
+        from jhybrid.evaluate.tasks import Evaluation, as_json, as_table
 
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Evaluation)}
-        results = Evaluation(**own | {"tasks": plain(self.tasks)}).run(self.engine)
+        results = Evaluation(**own).run(self.engine)
         if self.output is not None:
             self.output.write_text(as_json(results) + "\n", encoding="utf-8")
         print(as_json(results) if self.json else as_table(results))

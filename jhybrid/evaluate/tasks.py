@@ -1,7 +1,6 @@
 """Tasks of lm-evaluation-harness on one of our models. `jhybrid eval` calls it."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ class Evaluation:
     def run(self, config: EngineConfig) -> dict[str, Any]:
         """Results in the harness's own format. Raises ConfigError if it is not installed or knows no such task."""
         try:
-            from lm_eval import simple_evaluate
-            from lm_eval.tasks import TaskManager
+            from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+            from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
             from jhybrid.evaluate.harness_model import HarnessModel
         except ModuleNotFoundError as error:
@@ -37,15 +36,17 @@ class Evaluation:
             ) from error
         path = None if self.include_path is None else str(self.include_path)
         manager = TaskManager(include_path=path)
-        unknown = [name for name in self.tasks if not manager.match_tasks([name])]
-        if unknown or not self.tasks:
+        asked = [name for given in self.tasks for name in given.split(",") if name]
+        unknown = [name for name in asked if not manager.match_tasks([name])]
+        if unknown or not asked:
             raise ConfigError("tasks", f"{', '.join(unknown) or 'none'}: no such task; --include-path adds a folder")
         options = changed(config)
         model = HarnessModel(**options, max_length=self.max_length, max_gen_toks=self.max_gen_toks)
         with model.engine:
-            results = simple_evaluate(
+            run: Any = simple_evaluate  # its decorator hides its parameters
+            results = run(
                 model=model,
-                tasks=[name for asked in self.tasks for name in manager.match_tasks([asked])],
+                tasks=[name for pattern in asked for name in manager.match_tasks([pattern])],
                 num_fewshot=self.num_fewshot,
                 limit=self.limit,
                 task_manager=manager,
@@ -69,19 +70,14 @@ def changed(config: EngineConfig) -> dict[str, Any]:
 
 def as_json(results: dict[str, Any]) -> str:
     """Results as the harness writes them."""
-    from lm_eval.utils import handle_non_serializable
+    from lm_eval.utils import handle_non_serializable  # pyright: ignore[reportMissingImports]
 
     return json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
 
 
 def as_table(results: dict[str, Any]) -> str:
     """The harness's table of results, groups after tasks."""
-    from lm_eval.utils import make_table
+    from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports]
 
     parts = [make_table(results), make_table(results, "groups") if results.get("groups") else ""]
     return "\n".join(part for part in parts if part)
-
-
-def plain(names: Sequence[str]) -> tuple[str, ...]:
-    """Task names, whether given one by one or with commas between them."""
-    return tuple(name for given in names for name in given.split(",") if name)

@@ -48,7 +48,7 @@ def text_engine(
         num_pages=96,
         chunk_size=4,
         enable_prefix_caching=caching,
-        snapshot_slots=16,
+        snapshot_slots=16 if caching else None,
         compilation_cache_dir="",
     )
     runner = ToyRunner(config, kind=kind)
