@@ -214,6 +214,35 @@ class Eval:
         print(as_json(results) if self.json else as_table(results))
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Answer a file of requests in OpenAI's batch format; a killed run goes on where it was."""
+
+    input: Positional[Path]
+    """Lines with custom_id, method, url (/v1/completions or /v1/chat/completions) and body."""
+    output: Positional[Path]
+    """File for the answers, in the same order; those that are there already are kept."""
+    engine: Config = field(default_factory=EngineConfig)
+    served_model_name: str | None = None
+    """Name that the bodies use; the model argument unless given."""
+    json: bool = False
+    """How it went, as a JSON object."""
+
+    def run(self) -> None:
+        from jhybrid_server.batch_file import run_batch
+
+        with contextlib.ExitStack() as stack:
+            summary = run_batch(
+                self.engine,
+                self.input,
+                self.output,
+                self.served_model_name,
+                lambda total: stack.enter_context(_progress("lines", total)),
+            )
+        facts = dataclasses.asdict(summary)
+        print(json.dumps(facts) if self.json else ", ".join(f"{count} {name}" for name, count in facts.items()))
+
+
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, and the function that moves it on."""
@@ -376,6 +405,7 @@ COMMANDS = {
     "score": Score,
     "perplexity": Perplexity,
     "eval": Eval,
+    "batch": Batch,
     "inspect": Inspect,
     "bench": Bench,
     "train": Train,

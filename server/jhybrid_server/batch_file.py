@@ -1,0 +1,268 @@
+"""BatchFile: requests in OpenAI's batch format, answered into another file in their order. `jhybrid batch` runs it.
+
+A line goes through the same application as a request over HTTP, so fields, answers and errors are the same there and
+here. The answers' file is its own journal: lines are complete and in order, so a killed run goes on after the last one.
+"""
+
+import asyncio
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from starlette.types import ASGIApp, Message
+
+from jhybrid.config import EngineConfig
+from jhybrid.errors import ConfigError, RequestError
+from jhybrid.request import MAX_N
+from jhybrid_server.bridge import Bridge, ServedEngine
+from jhybrid_server.desk import Desk
+from jhybrid_server.http_errors import error_body
+from jhybrid_server.http_server import application
+from jhybrid_server.keys import Keys
+from jhybrid_server.statuses import status_of
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+AHEAD = 16
+"""Lines under way and answered but not yet written, for each line that runs at a time."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the file: what is asked, or what is wrong with it."""
+
+    number: int  # from 1
+    custom_id: str | None
+    url: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    fault: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run went. `failed` counts lines whose answer is an error, those of before included."""
+
+    lines: int
+    resumed: int
+    failed: int
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a batch file, empty ones left out. Raises ConfigError if it cannot be read."""
+    try:
+        texts = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("input", f"{path} cannot be read as UTF-8 text: {error}") from error
+    lines: list[Line] = []
+    taken: set[str] = set()
+    for number, text in enumerate(texts, start=1):
+        if text.strip():
+            lines.append(_parse(number, text, taken))
+            taken.add(lines[-1].custom_id or "")
+    return lines
+
+
+def _parse(number: int, text: str, taken: set[str]) -> Line:
+    custom_id = None
+    try:
+        record = json.loads(text)
+        if not isinstance(record, dict):
+            raise RequestError("line", f"must be an object, got {type(record).__name__}")
+        name = record.get("custom_id")
+        if not isinstance(name, str) or not name:
+            raise RequestError("custom_id", f"must be a non-empty string, got {name!r}")
+        custom_id = name
+        return Line(number, custom_id, *_asked(record, custom_id, taken))
+    except json.JSONDecodeError as error:
+        return Line(number, None, fault=RequestError("line", f"is no JSON: {error}"))
+    except RequestError as error:
+        return Line(number, custom_id, fault=error)
+
+
+def _asked(record: dict[str, Any], custom_id: str, taken: set[str]) -> tuple[str, dict[str, Any]]:
+    if custom_id in taken:
+        raise RequestError("custom_id", f"{custom_id!r} is given twice; answers could not be told apart")
+    unknown = sorted(set(record) - {"custom_id", "method", "url", "body"})
+    if unknown:
+        raise RequestError(unknown[0], "is not a field of a batch's lines; remove it")
+    if record.get("method") != "POST":
+        raise RequestError("method", f"must be 'POST', got {record.get('method')!r}")
+    if record.get("url") not in ENDPOINTS:
+        raise RequestError("url", f"must be {' or '.join(ENDPOINTS)}, got {record.get('url')!r}")
+    body = record.get("body")
+    if not isinstance(body, dict):
+        raise RequestError("body", f"must be an object, got {type(body).__name__}")
+    if body.get("stream"):
+        raise RequestError("stream", "is not for batches; leave it out")
+    return record["url"], body
+
+
+class Answers:
+    """The file of answers, of which complete lines are kept and go with the first lines of the input."""
+
+    def __init__(self, path: Path, lines: Sequence[Line]):
+        """Raises ConfigError if the file has answers to other lines."""
+        kept = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        self.failed = 0
+        for number, text in enumerate(kept):
+            asked = lines[number].custom_id if number < len(lines) else None
+            try:
+                record = json.loads(text)
+                found, failed = record["custom_id"], record["error"] is not None
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError("output", f"{path}, line {number + 1} is no answer; name another file") from error
+            if found != asked or number >= len(lines):
+                raise ConfigError(
+                    "output", f"{path} answers other lines: line {number + 1} is of {found!r}; name another file"
+                )
+            self.failed += failed
+        self.done = len(kept)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = path.open("ab")
+        self._file.truncate(sum(len(text) + 1 for text in kept))
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a line; it survives whatever happens next."""
+        self._file.write(json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.failed += record["error"] is not None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class BatchFile:
+    """One run over a file."""
+
+    def __init__(self, lines: Sequence[Line], answers: Answers, desk: Desk, at_a_time: int):
+        self._lines, self._answers, self._desk = lines, answers, desk
+        self._app = application(desk, Keys())
+        self._places = asyncio.Semaphore(at_a_time)
+        self._ahead = AHEAD * at_a_time
+
+    async def run(self, done: Callable[[int], object]) -> None:
+        """Answer what is not answered yet. Raises EngineDeadError if the engine's thread dies; the rest can follow."""
+        pending: deque[asyncio.Task[dict[str, Any]]] = deque()
+        try:
+            for line in self._lines[self._answers.done :]:
+                pending.append(asyncio.create_task(self._answer(line)))
+                while pending and (pending[0].done() or len(pending) >= self._ahead):
+                    await self._write(pending, done)
+            while pending:
+                await self._write(pending, done)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    async def _write(self, pending: deque[asyncio.Task[dict[str, Any]]], done: Callable[[int], object]) -> None:
+        record = await pending[0]
+        self._desk.check_open()  # what a dead engine said of a line is no answer to it
+        pending.popleft()
+        self._answers.append(record)
+        done(1)
+
+    async def _answer(self, line: Line) -> dict[str, Any]:
+        if line.fault is not None:
+            return record_of(line, status_of(line.fault).http, error_body(line.fault))
+        async with self._places:
+            status, raw = await post(self._app, line.url, json.dumps(line.body).encode())
+        return record_of(line, status, json.loads(raw))
+
+
+def record_of(line: Line, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An answer in OpenAI's form; one that is an error has its code and message again under `error`."""
+    error = body.get("error") if status >= 400 else None
+    name = body.get("id", f"line-{line.number}")
+    return {
+        "id": f"batch_req_{line.number}",
+        "custom_id": line.custom_id,
+        "response": {"status_code": status, "request_id": name, "body": body},
+        "error": None if error is None else {"code": error["code"] or error["type"], "message": error["message"]},
+    }
+
+
+async def post(app: ASGIApp, path: str, raw: bytes) -> tuple[int, bytes]:
+    """Status and body of a POST to an application in this process."""
+    status, parts, told = 0, [], False
+
+    async def receive() -> Message:
+        nonlocal told
+        if told:
+            await asyncio.Event().wait()  # this client does not go away
+        told = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+    }
+    await app(scope, receive, send)
+    return status, b"".join(parts)
+
+
+def run_batch(
+    config: EngineConfig,
+    source: Path,
+    target: Path,
+    served_model_name: str | None = None,
+    progress: Callable[[int], Callable[[int], object]] = lambda _total: lambda _count: None,
+    make_engine: Callable[[], ServedEngine] | None = None,
+) -> Summary:
+    """Answer the lines of `source` into `target`; `progress` is given their number, and returns what counts them.
+
+    Raises ConfigError for files that cannot be used, and what keeps the engine from starting. `make_engine` stands in
+    for the engine in tests.
+    """
+    lines = read_lines(source)
+    answers = Answers(target, lines)
+    resumed = answers.done
+    try:
+        done = progress(len(lines))
+        done(resumed)
+        if resumed < len(lines):
+            bridge = Bridge(make_engine or (lambda: _engine(config)))
+            desk = Desk(bridge, served_model_name or config.model)
+            at_a_time = max(1, min(4 * config.max_num_seqs, config.max_queue // MAX_N))
+            try:
+                asyncio.run(_run(lines, answers, desk, at_a_time, done))
+            finally:
+                bridge.close()
+    finally:
+        answers.close()
+    return Summary(len(lines), resumed, answers.failed)
+
+
+async def _run(
+    lines: Sequence[Line], answers: Answers, desk: Desk, at_a_time: int, done: Callable[[int], object]
+) -> None:
+    desk.bridge.start()
+    await desk.bridge.ready()
+    await BatchFile(lines, answers, desk, at_a_time).run(done)
+
+
+def _engine(config: EngineConfig) -> ServedEngine:
+    from jhybrid.engine import Engine
+
+    return Engine(config)
