@@ -18,6 +18,9 @@ from jhybrid_server.openai_schema import GenerationBody
 
 log = logging.getLogger("jhybrid_server")
 
+LONG_ANSWER = 1024
+"""Answers of more tokens, prompts included, become JSON away from the event loop: each may have log-probabilities."""
+
 
 class Answering:
     """An ASGI application for one request that has been understood but not let in yet."""
@@ -42,9 +45,15 @@ class Answering:
         try:
             async with self._desk.call(self._requests, self._body.model) as call:
                 answers = self._make_answers(call)
-                choices = answers.wholes(await call.answers())
-                response = JSONResponse(self._envelope(answers.kind, choices) | cost(call))
-                await response(scope, receive, send)
+                parts = await call.answers()
+
+                def response() -> JSONResponse:
+                    return JSONResponse(self._envelope(answers.kind, answers.wholes(parts)) | cost(call))
+
+                usage = call.usage
+                is_long = usage.prompt_tokens + usage.completion_tokens > LONG_ANSWER
+                made = await asyncio.to_thread(response) if is_long else response()
+                await made(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - every error becomes a response
             await error_response(renamed(error, self._body))(scope, receive, send)
 

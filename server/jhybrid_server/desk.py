@@ -164,10 +164,14 @@ class Desk:
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids. RequestError for ids that the model does not have."""
         tokenizer, size = self.tokenizer("tokens"), self.bridge.engine.model_info()["vocab_size"]
-        for at, token in enumerate(ids):
-            if not 0 <= token < size:
-                raise RequestError("tokens", f"entry {at} is {token}; must be in [0, {size})")
-        return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+
+        def decode() -> str:
+            for at, token in enumerate(ids):
+                if not 0 <= token < size:
+                    raise RequestError("tokens", f"entry {at} is {token}; must be in [0, {size})")
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        return await asyncio.to_thread(decode)
 
     async def chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """The prompt text of a conversation; encode it without special tokens, which the template writes itself."""

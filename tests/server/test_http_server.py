@@ -14,6 +14,7 @@ from jhybrid.tokenizer import ByteTokenizer
 from jhybrid_server import http_server
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
+from jhybrid_server.openai_answers import CompletionAnswers
 from tests.server.fake_engine import FakeEngine, answer_text
 from tests.server.http_client import Reply, ask, events, hang
 from tests.server.serving import Served, eventually, serving
@@ -99,6 +100,22 @@ def test_echo_and_logprobs(served: Served):
     assert logprobs["top_logprobs"][:2] == [None, {"a": -0.25}]
     assert logprobs["top_logprobs"][4] == {answer_text(4, 1): -0.5, "b": -1.5}
     assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4]
+
+
+def test_a_long_answer_is_made_away_from_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch):
+    threads: list[int] = []
+    choice = CompletionAnswers.choice
+    told = lambda self, *of: (threads.append(threading.get_ident()), choice(self, *of))[1]  # noqa: E731
+    monkeypatch.setattr(CompletionAnswers, "choice", told)
+    for prompt in ("abc", "x" * 1500):
+        [made] = complete(served, prompt=prompt, echo=True, logprobs=1, max_tokens=1).json["choices"]
+        assert made["text"] == prompt + answer_text(1 + len(prompt), 1)
+    loop = served.run(_ident())
+    assert [thread == loop for thread in threads] == [True, False]
+
+
+async def _ident() -> int:
+    return threading.get_ident()
 
 
 def test_echo_of_several_answers_waits_for_the_prompt(served: Served):
