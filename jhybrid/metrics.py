@@ -24,6 +24,7 @@ PREFIX_COUNTERS = {
     "snapshots_skipped": "Snapshots not taken because none could be evicted",
     "evicted_pages": "Cached pages given up for others",
     "evicted_snapshots": "Snapshots given up for others",
+    "verified": "Hits computed again, cold, to check them",
     "quarantined": "Cached prefixes forgotten because a check found them wrong",
 }
 

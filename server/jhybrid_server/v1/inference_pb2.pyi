@@ -319,7 +319,7 @@ class Pool(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class PrefixCache(_message.Message):
-    __slots__ = ("queries", "hits", "query_tokens", "hit_tokens", "misses", "missed_tokens", "snapshots_taken", "snapshots_skipped", "evicted_pages", "evicted_snapshots", "quarantined")
+    __slots__ = ("queries", "hits", "query_tokens", "hit_tokens", "misses", "missed_tokens", "snapshots_taken", "snapshots_skipped", "evicted_pages", "evicted_snapshots", "quarantined", "verified")
     class MissesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +345,7 @@ class PrefixCache(_message.Message):
     EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
     EVICTED_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     queries: int
     hits: int
     query_tokens: int
@@ -356,7 +357,8 @@ class PrefixCache(_message.Message):
     evicted_pages: int
     evicted_snapshots: int
     quarantined: int
-    def __init__(self, queries: _Optional[int] = ..., hits: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., missed_tokens: _Optional[_Mapping[str, int]] = ..., snapshots_taken: _Optional[int] = ..., snapshots_skipped: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
+    verified: int
+    def __init__(self, queries: _Optional[int] = ..., hits: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., missed_tokens: _Optional[_Mapping[str, int]] = ..., snapshots_taken: _Optional[int] = ..., snapshots_skipped: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., quarantined: _Optional[int] = ..., verified: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("running", "waiting", "pages", "slots", "snapshots", "memory_bytes", "compilations_after_ready", "requests", "steps", "prompt_tokens", "output_tokens", "preemptions", "failed_steps", "failed_sequences", "prefix_cache")
