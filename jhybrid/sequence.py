@@ -68,6 +68,11 @@ class Sequence:
     awaited: "tuple[Sequence, Holding, int] | None" = None  # who computes a prefix of this one, up to which boundary
     num_waits: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
+    computable: int = field(init=False)
+    """Positions worth computing: the last allowed token is sampled, never read."""
+
+    def __post_init__(self) -> None:
+        self.computable = max(self.prompt_len, self.max_total - 1)
 
     @property
     def first_needed(self) -> int:
@@ -92,11 +97,6 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that exist and were not given to the device, except a last one that nothing follows."""
         return min(len(self.token_ids) + self.pending, self.computable) - self.dispatched
-
-    @property
-    def computable(self) -> int:
-        """Positions worth computing: the last allowed token is sampled, never read."""
-        return max(self.prompt_len, self.max_total - 1)
 
     @property
     def order(self) -> tuple[int, int]:

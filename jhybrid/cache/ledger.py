@@ -156,6 +156,8 @@ class Ledger:
         """
         holding = sequence.holding
         if holding is not None:
+            if tokens <= len(holding.pages) * self.page_size:
+                return True
             missing = self.pages_for(tokens) - len(holding.pages)
             pages = self._take_pages(missing) if missing > 0 else []
             if pages is None:
@@ -307,7 +309,7 @@ class Ledger:
         """Positions [0, tokens) of a sequence are now known to be computed: its full pages and snapshots are shared."""
         holding = sequence.holding
         assert holding is not None, f"{sequence.request_id} committed {tokens} tokens and holds nothing"
-        assert len(holding.pages) >= self.pages_for(tokens), (sequence.request_id, tokens, holding)
+        assert len(holding.pages) * self.page_size >= tokens or not self.pages.size, (sequence.request_id, tokens)
         if self.tree is None or sequence.is_cold:
             return
         self._stop_reading(holding)
