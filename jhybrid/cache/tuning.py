@@ -11,7 +11,6 @@ from jhybrid.cache.replay import Visit, replay
 
 ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 MEMORY = 256  # requests that are remembered
-TIE = 0.01  # share of the FLOPs saved that makes no difference
 MAX_TOKENS = 8192  # of a remembered one; longer ones are left out, so that a turn stays short
 
 
@@ -56,6 +55,6 @@ class Tuner:
                 saved[alpha] += self.policy.cost.flops(0, replay(ledger, visit) // size)
                 yield
         best = max(saved.values())
-        # The smallest that is as good: recency is what a change of habits shows in first.
-        self.policy.set_alpha(min(alpha for alpha, flops in saved.items() if flops >= (1 - TIE) * best))
+        # Of equals the smallest: recency is what a change of habits shows in first.
+        self.policy.set_alpha(min(alpha for alpha, flops in saved.items() if flops == best))
         self.tunings += 1
