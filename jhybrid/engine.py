@@ -77,8 +77,6 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None
         self._told: list[Delta] = []  # ends that no step produced: aborts, failures
-        self._submitted: dict[Sequence, float] = {}  # when, by perf_counter; of those that never ran
-        self._queued: dict[Sequence, float] = {}  # seconds in the queue, until they are given out
         self._seeds = random.Random(config.base_seed)
         self._numbers = itertools.count()
         self._names = (f"req-{i}" for i in self._numbers)
@@ -115,7 +113,6 @@ class Engine:
         self._sequences[name] = [self._sequence(name, i, request, prompt) for i in range(n)]
         for sequence in self._sequences[name]:
             self.scheduler.add(sequence)
-            self._submitted[sequence] = time.perf_counter()
         self.stats.requests += 1
         return name
 
@@ -222,10 +219,10 @@ class Engine:
             return None
         try:
             for sequence in plan.admitted:
-                if sequence in self._submitted:  # not a preempted one, which comes in again
+                if not sequence.preemptions and not sequence.is_check:
                     if sequence.hit is not None:
                         self._guard.saw(sequence.hit, sequence.request.cache_salt, sequence.token_ids)
-                    self._queued[sequence] = time.perf_counter() - self._submitted.pop(sequence)
+                    sequence.queue_seconds = time.perf_counter() - sequence.submitted
                 self.packer.admit(sequence)
                 adjusted = adjustments(sequence, self.model.vocab_size)
                 if adjusted is not None:
@@ -327,8 +324,8 @@ class Engine:
             cached_tokens=sequence.cached_tokens,
             miss_cause=sequence.miss_cause,
         )
-        if sequence in self._queued:  # its first delta
-            delta.queue_seconds = self._queued.pop(sequence)
+        if sequence.queue_seconds is not None:  # its first delta
+            delta.queue_seconds, sequence.queue_seconds = sequence.queue_seconds, None
             delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         return delta
 
@@ -341,8 +338,6 @@ class Engine:
     def _end(self, sequence: Sequence, last: Delta) -> Delta:
         """Close a sequence's books; `last` is its last delta, which gets the text that was held back."""
         last.text += sequence.detokenizer.finish()
-        for times in (self._submitted, self._queued):
-            times.pop(sequence, None)
         if self._tuner is not None and sequence.dispatched and not sequence.is_check:
             self._tuner.saw(sequence.request.cache_salt, sequence.token_ids, sequence.prompt_len)
         self.scheduler.finish(sequence)

@@ -1,5 +1,6 @@
 """Sequence: the host's mutable bookkeeping of one completion of one request. Owned by the scheduler."""
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -54,6 +55,8 @@ class Sequence:
     seed: int
     detokenizer: Detokenizer
     arrival: int = 0
+    submitted: float = field(default_factory=time.perf_counter)
+    queue_seconds: float | None = None  # until it was first admitted; until given out, with the first delta
     phase: Phase = Phase.WAITING
     holding: Holding | None = None
     dispatched: int = 0
