@@ -274,13 +274,15 @@ class Packer:
         self._pack_rows(field, items, rows)
         if self._geometry.has_slots:
             field["chunk_snapshot"][:] = self._geometry.scratch_slot
-        loads = self._pack_sources(field, items)
+        shares = self._geometry.has_snapshots
+        loads = self._pack_sources(field, items) if shares else []
+        cuts = shares and any(item.snapshots for item in items)
         last_chunks = np.arange(len(items))
         if bucket.kind == "ragged":
-            last_chunks = self._pack_chunks(field, items, lengths)
+            last_chunks = self._pack_chunks(field, items, lengths, cuts)
         else:
             field["num_chunks"][...] = len(items)
-        saves = self._pack_snapshots(field, items, last_chunks) if any(item.snapshots for item in items) else []
+        saves = self._pack_snapshots(field, items, last_chunks) if cuts else []
         floats = self._floats[:, rows].reshape(-1)
         wants_logprobs = bool((field["num_logprobs"] >= 0).any())
         return Batch(bucket, ints, floats, items, wants_logprobs, scores, loads, saves)
@@ -359,17 +361,19 @@ class Packer:
                 field["read_slot"][i] = self._geometry.first_snapshot + item.source
         return loads
 
-    def _pack_chunks(self, field: dict[str, np.ndarray], items: list[Item], lengths: np.ndarray) -> np.ndarray:
+    def _pack_chunks(
+        self, field: dict[str, np.ndarray], items: list[Item], lengths: np.ndarray, cuts: bool
+    ) -> np.ndarray:
         """Cut each sequence's tokens into runs that end where it leaves snapshots, and these into chunks of <= Q.
 
-        Returns the last chunk of every run.
+        `cuts` says whether any does. Returns the last chunk of every run.
         """
         size = self._geometry.chunk_size
         owners, runs = np.arange(len(items), dtype=np.int32), lengths
-        if any(item.snapshots for item in items):
-            cuts = [sorted({item.first_pos, *item.snapshots, item.first_pos + item.num_tokens}) for item in items]
-            owners = np.repeat(owners, [len(ends) - 1 for ends in cuts])
-            runs = np.concatenate([np.diff(ends) for ends in cuts])
+        if cuts:
+            borders = [sorted({item.first_pos, *item.snapshots, item.first_pos + item.num_tokens}) for item in items]
+            owners = np.repeat(owners, [len(ends) - 1 for ends in borders])
+            runs = np.concatenate([np.diff(ends) for ends in borders])
         per_run = -(-runs // size)
         total = int(per_run.sum())
         run = np.repeat(np.arange(len(runs), dtype=np.int32), per_run)
