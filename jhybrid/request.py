@@ -135,6 +135,25 @@ class Request:
                 raise RequestError("prompt_token_ids", f"entry {at} is {token}; must be in [0, {vocab_size})")
 
 
+SCALARS = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "prompt_logprobs",
+    "prompt_logprobs_from",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""Fields of SamplingParams that every protocol has under their own names, as one optional value each."""
+
 TokenLogprobs = list[tuple[int, float]]  # (token id, log-probability), highest first
 
 

@@ -11,30 +11,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from jhybrid.errors import RequestError
-from jhybrid.request import MAX_LOGIT_BIAS, Request, SamplingParams
+from jhybrid.request import MAX_LOGIT_BIAS, SCALARS, Request, SamplingParams
 
 MAX_PROMPTS = 1024
 TOKEN_ID = re.compile(r"-?\d{1,19}")
 
-SHARED = (
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "n",
-    "prompt_logprobs",
-    "prompt_logprobs_from",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-)
+SHARED = (*SCALARS, "stop", "stop_token_ids")
 """Fields that both kinds of generation have, under the names of SamplingParams."""
 
 

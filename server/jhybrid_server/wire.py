@@ -7,29 +7,12 @@ from typing import Any
 from google.protobuf import json_format
 
 from jhybrid.errors import RequestError
-from jhybrid.request import Delta, Request, SamplingParams, TokenLogprobs
+from jhybrid.request import SCALARS, Delta, Request, SamplingParams, TokenLogprobs
 from jhybrid_server.scoring import ContinuationScore, Question
 from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
 
-PLAIN_SAMPLING = (
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-    "prompt_logprobs_from",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-)
+PLAIN_SAMPLING = (*SCALARS, "logprobs")
 """Fields of SamplingParams that are one optional scalar on the wire, under the same name."""
 
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
