@@ -25,7 +25,6 @@ from traces import TRACES
 from jhybrid import Engine, EngineConfig, Request, SamplingParams
 from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Hit, Ledger
-from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.replay import Visit, replay, sequence_of
 from jhybrid.cache.tuning import Tuner
 from jhybrid.sequence import Sequence
@@ -81,8 +80,8 @@ class LastOnly(Fixed):
 def books(kind: type[Ledger], alpha: float, memory: float, state_bytes: int = STATE_BYTES) -> Ledger:
     """A ledger over `memory` bytes, half of them for snapshots."""
     snapshots, pages = int(memory / 2 / state_bytes), int(memory / 2 / PAGE_BYTES)
-    tree = PrefixTree(Policy(COST, alpha=alpha, span=snapshots))
-    return kind(page_size=PAGE, num_pages=pages, num_slots=1, num_rows=1, num_snapshots=snapshots, tree=tree)
+    policy = Policy(COST, alpha=alpha, span=snapshots)
+    return kind(page_size=PAGE, num_pages=pages, num_slots=1, num_rows=1, num_snapshots=snapshots, policy=policy)
 
 
 def bound(visits: list[Visit]) -> int:

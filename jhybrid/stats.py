@@ -62,7 +62,7 @@ class Stats:
         status: dict = {
             "running": len(engine.scheduler.running),
             "waiting": engine.scheduler.num_waiting,
-            "pages": _pool(ledger.pages, cached=ledger.tree.num_idle if ledger.tree and ledger.pages.size else 0),
+            "pages": _pool(ledger.pages, cached=ledger.idle_pages),
         }
         if ledger.slots.size:
             status["slots"] = _pool(ledger.slots)
@@ -89,7 +89,7 @@ class Stats:
         """One line: what the engine holds and how much of it is in use."""
         ledger, memory = engine.ledger, engine.runner.memory
         tokens = ledger.pages.size * ledger.page_size
-        idle = ledger.tree.num_idle if ledger.tree and ledger.pages.size else 0
+        idle = ledger.idle_pages
         parts = [
             f"{len(engine.scheduler.running)} running, {engine.scheduler.num_waiting} waiting",
             f"pages {ledger.pages.used - idle}/{ledger.pages.size} ({tokens} tokens, {memory.kv / 1e6:.1f} MB)",

@@ -64,11 +64,10 @@ class Life:
 
     def evict(self) -> None:
         """Give up one idle page and one snapshot, as if there were no room for them."""
-        ledger = self.engine.ledger
-        if ledger.tree is not None:
-            ledger.tree.evict_page()
-            ledger.tree.evict_snapshot()
-            ledger._collect()
+        tree = self.engine.ledger.tree
+        if tree is not None:
+            tree.evict_page()
+            tree.evict_snapshot()
 
     def submit(self, request: Request) -> str:
         name = self.engine.submit(request)

@@ -9,6 +9,7 @@ from array import array
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from jhybrid.cache.eviction import Policy
 from jhybrid.cache.node import Node
 from jhybrid.cache.pages import RowPool
 from jhybrid.cache.prefills import Prefills
@@ -59,9 +60,9 @@ class PrefixCounts:
 class Ledger:
     """Accounts for what the caches of one engine hold.
 
-    `num_pages` is 0 for a model without attention, `num_slots` is 0 for one without recurrent layers. With a `tree`,
-    prefixes are shared; a model with recurrent layers and no snapshots has none, whatever is passed. A step may leave
-    `max_per_step` snapshots; None: any number.
+    `num_pages` is 0 for a model without attention, `num_slots` is 0 for one without recurrent layers. With a `policy`,
+    prefixes are shared; a model with recurrent layers and no snapshots has no tree, whatever is passed. A step may
+    leave `max_per_step` snapshots; None: any number.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Ledger:
         num_snapshots: int = 0,
         max_per_step: int | None = None,
         snapshot_interval: int | None = None,
-        tree: PrefixTree | None = None,
+        policy: Policy | None = None,
     ):
         self.page_size = page_size
         self.pages = RowPool("page", num_pages)
@@ -84,7 +85,9 @@ class Ledger:
         self.snapshot_interval = snapshot_interval
         self._max_per_step = max_per_step if max_per_step is not None else num_snapshots
         self._quota, self._sequences_to_come = self._max_per_step, 1
-        self.tree = None if num_slots and not num_snapshots else tree
+        self.tree: PrefixTree | None = None
+        if policy is not None and (num_snapshots or not num_slots):
+            self.tree = PrefixTree(policy, self.pages, self.snapshots)
         self.counts = PrefixCounts()
         self._prefills = Prefills(page_size, needs_state=num_slots > 0)
 
@@ -139,9 +142,14 @@ class Ledger:
     # reserve
 
     @property
+    def idle_pages(self) -> int:
+        """Pages that hold nothing but cached prefixes that nobody uses."""
+        return self.tree.num_idle if self.tree and self.pages.size else 0
+
+    @property
     def available_pages(self) -> int:
         """Pages that are free or that can be had by evicting."""
-        return self.pages.free + (self.tree.num_idle if self.tree and self.pages.size else 0)
+        return self.pages.free + self.idle_pages
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` positions need."""
@@ -171,15 +179,19 @@ class Ledger:
             pages = self._take_pages(self.pages_for(tokens) - (len(hit.path) if self.pages.size else 0))
             holding = None if pages is None else self._admit(pages)
         except SlotPoolEmptyError:
-            self._unpin(hit.path[-1] if hit.path else None)
+            self._unpin(hit)
             raise
         if holding is None:
-            self._unpin(hit.path[-1] if hit.path else None)
+            self._unpin(hit)
             return False
         sequence.holding = holding
         if self.tree and not sequence.is_cold:
             self._start(sequence, holding, hit)
         return True
+
+    def _unpin(self, hit: Hit) -> None:
+        if self.tree is not None and hit.path:
+            self.tree.unpin(hit.path[-1])
 
     def _take_pages(self, count: int) -> list[int] | None:
         if count > self.available_pages:
@@ -188,7 +200,6 @@ class Ledger:
             assert self.tree is not None
             evicted = self.tree.evict_page()
             assert evicted, f"{self.tree.num_idle} nodes are idle and none can be evicted"
-            self._collect()
         return self.pages.take(count)
 
     def _admit(self, pages: list[int]) -> Holding:
@@ -285,7 +296,6 @@ class Ledger:
         assert self.tree is not None
         while len(holding.tails) > count:
             self.tree.supersede(holding.tails.pop(0))
-        self._collect()
 
     def _take_snapshot(self, decoding: Holding | None) -> int | None:
         """A row, evicting if need be; for a sequence that is decoding rather its own oldest than somebody else's."""
@@ -295,8 +305,8 @@ class Ledger:
             return None
         if not self.snapshots.free and decoding is not None:
             self._keep_tails(decoding, TAILS - 1)
-        if not self.snapshots.free and self.tree.evict_snapshot():
-            self._collect()
+        if not self.snapshots.free:
+            self.tree.evict_snapshot()
         row = self.snapshots.take(1)
         self.counts.snapshots_skipped += row is None
         self.counts.snapshots_taken += row is not None
@@ -330,7 +340,6 @@ class Ledger:
         if page is not None and not is_taken:
             holding.duplicates.append(page)
         holding.node, holding.published = node, at + 1
-        self._collect()
 
     def _attach(self, holding: Holding) -> None:
         """Give the node just published the snapshot that was taken there."""
@@ -350,7 +359,6 @@ class Ledger:
         if holding.source is not None and self.tree is not None:
             self.tree.stop_reading(holding.source)
             holding.source = None
-            self._collect()
 
     # release
 
@@ -368,20 +376,7 @@ class Ledger:
             self.snapshots.give(list(holding.snapshots.values()))
             self._prefills.discard(sequence, holding)
             self._stop_reading(holding)
-            self._unpin(holding.node)
-
-    def _unpin(self, node: Node | None) -> None:
-        """Drop one reference on a node and all its ancestors."""
-        if self.tree is not None:
-            self.tree.unpin(node)
-            self._collect()
-
-    def _collect(self) -> None:
-        """Take back the rows that the tree gave up."""
-        assert self.tree is not None
-        self.pages.give(self.tree.freed_pages)
-        self.snapshots.give(self.tree.freed_snapshots)
-        self.tree.freed_pages, self.tree.freed_snapshots = [], []
+            self.tree.unpin(holding.node)
 
     def prefix_status(self) -> dict:
         """What the prefix cache holds, and what it has done so far."""
@@ -398,11 +393,9 @@ class Ledger:
         """Forget every cached prefix. What sequences still use is freed when they end."""
         if self.tree is not None:
             self.tree.clear()
-            self._collect()
 
     def quarantine(self, node: Node) -> None:
         """Forget a node that was found to be wrong, and all that was built on it."""
         if self.tree is not None and node.alive:
             self.tree.remove(node)
             self.counts.quarantined += 1
-            self._collect()

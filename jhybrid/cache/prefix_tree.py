@@ -9,20 +9,21 @@ from collections.abc import Iterator
 
 from jhybrid.cache.eviction import Candidates, Policy
 from jhybrid.cache.node import Node, Salt
+from jhybrid.cache.pages import RowPool
 
 
 class PrefixTree:
-    """Nodes by salt and tokens. Rows that it gives up are left in `freed_pages` and `freed_snapshots`.
+    """Nodes by salt and tokens. Rows that it gives up go back to the pools that they came from.
 
     A sequence holds a reference on every node of its path, so a node without references has no descendant with any,
     and everything idle can be evicted, leaf after leaf.
     """
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, pages: RowPool, snapshots: RowPool):
         """A model without attention has no pages; what holds its tree down is that nodes need a state to stay."""
         self.policy = policy
         self._version = policy.version
-        self._has_pages = policy.cost.page_bytes > 0
+        self._pages, self._snapshots = pages, snapshots
         self.roots: dict[Salt, Node] = {}
         self.clock = 0  # of admissions; the unit of recency
         self.num_nodes = 0
@@ -30,8 +31,6 @@ class PrefixTree:
         self.num_snapshots = 0  # that nodes have
         self.evicted_pages = 0
         self.evicted_snapshots = 0
-        self.freed_pages: list[int] = []
-        self.freed_snapshots: list[int] = []
         self._leaves = Candidates(1, policy.page_score, lambda node: node.alive and not node.refs and not node.children)
         self._states = Candidates(
             2, policy.snapshot_score, lambda node: node.alive and node.snapshot is not None and not node.readers
@@ -108,7 +107,7 @@ class PrefixTree:
         if child is not None:
             if not child.refs and page is not None:  # nobody uses its page: keep one of the two, not both
                 assert child.page is not None
-                self.freed_pages.append(child.page)
+                self._pages.give([child.page])
                 child.page = page
             is_ours = not child.refs
             child.used = self.clock
@@ -170,7 +169,7 @@ class PrefixTree:
     def _settle(self, node: Node) -> None:
         """If a node is an idle leaf now: it may be evicted, or, without pages, it goes unless it has a state."""
         while node.parent is not None and node.alive and not node.refs and not node.children:
-            if self._has_pages:
+            if self._pages.size:
                 self._leaves.push(node)
                 return
             if node.snapshot is not None:
@@ -231,13 +230,13 @@ class PrefixTree:
     def _free(self, node: Node) -> None:
         """Nobody uses a node that is out of the tree."""
         if node.page is not None:
-            self.freed_pages.append(node.page)
+            self._pages.give([node.page])
             node.page = None
         if not node.readers:
             self._drop_snapshot(node)
 
     def _drop_snapshot(self, node: Node) -> None:
         if node.snapshot is not None:
-            self.freed_snapshots.append(node.snapshot)
+            self._snapshots.give([node.snapshot])
             self.num_snapshots -= 1
             node.snapshot = None

@@ -188,7 +188,7 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
 
     `alpha` is the eviction policy's: 0, which is recency alone, unless the tuner has found another.
     """
-    tree = None
+    policy = None
     if config.enable_prefix_caching:
         router = model.router
         cost = Cost(
@@ -198,7 +198,7 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
             page_bytes=router.bytes_per_page,
             slot_bytes=router.bytes_per_slot,
         )
-        tree = PrefixTree(Policy(cost, alpha=alpha, span=memory.num_snapshots or memory.num_pages))
+        policy = Policy(cost, alpha=alpha, span=memory.num_snapshots or memory.num_pages)
     return Ledger(
         page_size=config.page_size,
         num_pages=memory.num_pages,
@@ -207,7 +207,7 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
         num_snapshots=memory.num_snapshots,
         max_per_step=memory.num_staged or None,
         snapshot_interval=config.snapshot_interval,
-        tree=tree,
+        policy=policy,
     )
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Hit, Ledger
-from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.replay import Visit, replay, sequence_of
 from jhybrid.cache.tuning import ALPHAS, MEMORY, Tuner
 
@@ -15,14 +14,13 @@ def books(
     pages: int = 100, snapshots: int = 20, alpha: float = 0.0, slots: int = 8, page_bytes: int = 1, **options
 ) -> Ledger:
     cost = Cost(flops_per_token=1.0, flops_per_position=0.0, page_size=PAGE, page_bytes=page_bytes, slot_bytes=slots)
-    tree = PrefixTree(Policy(cost, alpha=alpha, span=snapshots or pages))
     return Ledger(
         page_size=PAGE,
         num_pages=pages,
         num_slots=slots,
         num_rows=8,
         num_snapshots=snapshots,
-        tree=tree,
+        policy=Policy(cost, alpha=alpha, span=snapshots or pages),
         **options,
     )
 
@@ -86,7 +84,7 @@ def test_reasons():
     assert match_of(ledger, tokens(40, start=500)).cause == "unaligned"
     assert ledger.tree is not None
     while ledger.tree.evict_snapshot():
-        ledger._collect()
+        pass
     assert match_of(ledger, tokens(40)).cause == "evicted"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jhybrid import Delta, Engine, EngineConfig, Output, Request, SamplingParams
+from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.weights.load import make_ledger, make_tuner
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -73,13 +74,13 @@ def caching(engine: Engine, policy: str = "flop_aware") -> Iterator[Engine]:
     """With an empty prefix cache, which must hold nothing but cached prefixes in the end."""
     config = dataclasses.replace(engine.config, eviction_policy=policy)
     ledger = make_ledger(config, engine.model, engine.runner.memory)
-    engine.ledger.tree, engine.ledger.counts = ledger.tree, ledger.counts
     assert ledger.tree is not None
-    engine._tuner = make_tuner(config, engine.model, engine.runner.memory, ledger.tree)
+    tree = PrefixTree(ledger.tree.policy, engine.ledger.pages, engine.ledger.snapshots)
+    engine.ledger.tree, engine.ledger.counts = tree, ledger.counts
+    engine._tuner = make_tuner(config, engine.model, engine.runner.memory, tree)
     try:
         yield engine
-        tree = engine.ledger.tree
-        assert tree is not None
+        assert engine.ledger.tree is tree
         assert tree.num_idle == tree.num_nodes, "a node is still in use"
         assert engine.ledger.pages.used == (tree.num_nodes if engine.ledger.pages.size else 0)
     finally:
@@ -92,15 +93,6 @@ def caching(engine: Engine, policy: str = "flop_aware") -> Iterator[Engine]:
 def golden(model: str) -> dict[str, np.ndarray]:
     with np.load(GOLDEN / model / "goldens.npz") as file:
         return dict(file)
-
-
-def evict(engine: Engine) -> None:
-    """Give up one idle page and one snapshot, as if there were no room for them."""
-    tree = engine.ledger.tree
-    assert tree is not None
-    tree.evict_page()
-    tree.evict_snapshot()
-    engine.ledger._collect()
 
 
 def poison(engine: Engine) -> None:

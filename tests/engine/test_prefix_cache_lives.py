@@ -1,4 +1,4 @@
-"""Random lives of a real engine with prefix caching: submit, cancel, evict, flush, fail. The oracle caches nothing."""
+"""Random lives of a real engine with prefix caching: submit, cancel, flush, fail. The oracle caches nothing."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jhybrid import Completion, Engine, Output
 from jhybrid.runner import StepHandle
 
-from .bed import MODELS, alone, budget, caching, engine_of, evict, greedy, only_pages, poison, prompts, same
+from .bed import MODELS, alone, budget, caching, engine_of, greedy, only_pages, poison, prompts, same
 
 prompt = st.tuples(st.integers(0, 1), st.integers(1, 70), st.integers(0, 3), st.integers(0, 12))
 actions = st.lists(
@@ -101,7 +101,9 @@ def act(engine: Engine, model: str, action: tuple, outputs: dict[str, tuple[Outp
                 engine.abort(list(outputs)[at])
         case ("evict", count):
             for _ in range(count):
-                evict(engine)
+                assert engine.ledger.tree is not None
+                engine.ledger.tree.evict_page()
+                engine.ledger.tree.evict_snapshot()
         case ("flush",):
             engine.flush_cache()
         case ("fail",):
