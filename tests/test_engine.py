@@ -63,10 +63,11 @@ def test_queue_seconds_come_once_and_end_with_the_first_dispatch():
     assert not runner.violations
 
 
-def test_queue_seconds_of_those_that_end_early_are_forgotten():
+def test_nothing_is_kept_of_those_that_end_early():
     engine, _ = toy_engine(CONFIG, faults={0: Fault("before")})
     names = [engine.submit(Request(prompt_token_ids=PROMPT, sampling=GREEDY)) for _ in range(4)]
     engine.step()
     engine.abort(names[3])
     drain(engine)
-    assert not engine._submitted and not engine._queued
+    status = engine.status()
+    assert not engine._sequences and not status["running"] and not status["waiting"]
