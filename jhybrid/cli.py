@@ -328,6 +328,8 @@ class Serve:
     """Name that clients use; the model argument unless given."""
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
+    watchdog_seconds: float = 120.0
+    """Health turns NOT_SERVING when no step ends for so long though there is work; 0 for never."""
     json: bool = False
     """The ready line as a JSON object."""
 
@@ -344,6 +346,7 @@ class Serve:
                 Listening(self.host, self.port, self.grpc_port, keys, tls),
                 served_model_name=self.served_model_name,
                 drain_timeout=self.drain_timeout,
+                watchdog_seconds=self.watchdog_seconds,
                 json_output=self.json,
             )
         )

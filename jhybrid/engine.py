@@ -24,6 +24,7 @@ from jhybrid.results import adjustments, prompt_entries, sampled_entry
 from jhybrid.runner import Runner, StepHandle, StepResult
 from jhybrid.scheduler import Item, Plan, Scheduler
 from jhybrid.sequence import Sequence
+from jhybrid.startup import Startup
 from jhybrid.stats import Stats
 from jhybrid.tokenizer import Tokenizer
 from jhybrid.weights.load import Model, load_model, make_ledger, make_runner, make_tuner
@@ -48,14 +49,17 @@ class Engine:
     QueueFullError and leaves everything as it was.
     """
 
-    def __init__(self, config: EngineConfig):
-        started = time.perf_counter()
+    def __init__(self, config: EngineConfig, startup: Startup | None = None):
+        """`startup` is kept up to date meanwhile, for other threads to read."""
+        startup = startup or Startup()
         log.info("configuration: %s", config.describe())
         with compilations.starting():
+            startup.phase = "loading weights"
             model = load_model(config)
-            runner = make_runner(config, model)
+            runner = make_runner(config, model, startup)
         self._assemble(config, model, runner)
-        log.info("ready in %.1f s: %s", time.perf_counter() - started, self.stats.describe(self))
+        startup.phase = "ready"
+        log.info("ready in %.1f s: %s", startup.seconds, self.stats.describe(self))
 
     @classmethod
     def with_runner(cls, config: EngineConfig, model: Model, runner: Runner) -> Self:
@@ -157,6 +161,11 @@ class Engine:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work or self._flight is not None or bool(self._told)
 
+    @property
+    def steps_ended(self) -> int:
+        """Steps whose results were taken in, or that failed. A watchdog sees by it whether anything moves."""
+        return self.stats.steps_ended
+
     def step(self) -> list[Delta]:
         """Start the next step and take in the one before. Returns what became known."""
         with self.stats.timed("step"):
@@ -246,6 +255,8 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a failed step fails its sequences and is never retried
             self._fail_step(flight.plan, error)
             return []
+        finally:
+            self.stats.steps_ended += 1
         tokens = result.tokens.tolist()
         deltas, start = [], 0
         for i, item in enumerate(flight.plan.items):

@@ -21,6 +21,7 @@ from jhybrid.cache.snapshots import SnapshotDtype, Store
 from jhybrid.errors import MissingBucketError
 from jhybrid.executables import Executables
 from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_logprobs
+from jhybrid.startup import Startup
 
 PROMPT_LOGPROB_ROWS = 64  # rows of logits held at once while scoring a prompt
 
@@ -129,6 +130,7 @@ class Runner:
         chunk_size: int,
         memory_fraction: float,
         executables: Executables,
+        startup: Startup,
         prefix_caching: bool = False,
         snapshot_slots: int | None = None,
         snapshot_dtype: SnapshotDtype = "auto",
@@ -137,7 +139,7 @@ class Runner:
         self._sampler_shape = (max_num_seqs, vocab_size)
         self._page_size, self._table_width, self._chunk_size = page_size, pages_per_seq, chunk_size
         self.bucket_seconds: dict[Bucket, float] = {}
-        self._kept = executables
+        self._kept, self._startup = executables, startup
         self._executables: dict[Bucket, Any] = {}
         sampler = jax.eval_shape(partial(init_state, *self._sampler_shape))
         plan = partial(
@@ -153,7 +155,9 @@ class Runner:
             snapshot_slots=snapshot_slots,
             snapshot_dtype=snapshot_dtype,
         )
+        startup.compiled(0, len(buckets))
         self.memory = self._compile_within(plan, sampler)
+        startup.phase = "allocating"
         cache = self._abstract_cache(self.memory)
         staged = self.memory.num_staged > 0
         store = snapshots.abstract_store(router, self.memory.num_snapshots, snapshot_dtype) if staged else {}
@@ -207,6 +211,7 @@ class Runner:
             facts=(type(self.module), self.module, layout, self.router.arrays),
         )
         self.bucket_seconds[bucket] = time.perf_counter() - start
+        self._startup.compiled(len(self._executables), len(self.buckets))
 
     def _compile_set_row(self, sampler: SamplerState) -> Any:
         _, vocab_size = self._sampler_shape

@@ -23,6 +23,7 @@ class Stats:
     def __init__(self) -> None:
         self.requests = 0
         self.steps = 0
+        self.steps_ended = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.scheduled_tokens = 0

@@ -23,6 +23,7 @@ from jhybrid.executables import Executables
 from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, read_config
 from jhybrid.models.hf_config import load_json
 from jhybrid.runner import Runner
+from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from jhybrid.weights.orbax import is_orbax, load_orbax
 from jhybrid.weights.quantised import read_quantisation
@@ -162,7 +163,7 @@ def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int
     return limit // config.page_size * config.page_size
 
 
-def make_runner(config: EngineConfig, model: Model) -> Runner:
+def make_runner(config: EngineConfig, model: Model, startup: Startup) -> Runner:
     """Plan memory, compile every bucket, allocate the caches."""
     return Runner(
         model.module,
@@ -177,6 +178,7 @@ def make_runner(config: EngineConfig, model: Model) -> Runner:
         chunk_size=config.chunk_size,
         memory_fraction=config.memory_share(jax.default_backend()),
         executables=Executables(config.compilation_cache()),
+        startup=startup,
         prefix_caching=config.enable_prefix_caching,
         snapshot_slots=config.snapshot_slots,
         snapshot_dtype=config.snapshot_dtype,  # pyright: ignore[reportArgumentType]

@@ -6,7 +6,10 @@ callers' event loops. Callers wait on a queue of their own, so a slow one holds 
 
 import asyncio
 import logging
+import sys
 import threading
+import time
+import traceback
 import uuid
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -16,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from jhybrid.errors import EngineDeadError, JhybridError, RequestError
 from jhybrid.request import Delta, Request
+from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer
 
 log = logging.getLogger("jhybrid_server")
@@ -25,6 +29,10 @@ Result = TypeVar("Result")
 
 class NotReadyError(JhybridError):
     """The model is still loading, or the server is shutting down."""
+
+
+class StuckError(NotReadyError):
+    """There is work and no step has ended for a long time."""
 
 
 class RequestChecker(Protocol):
@@ -42,6 +50,8 @@ class ServedEngine(Protocol):
     def intake(self) -> RequestChecker: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def steps_ended(self) -> int: ...
     def submit(self, request: Request) -> str: ...
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[Delta]: ...
@@ -71,9 +81,14 @@ class Stream:
 class Bridge:
     """Owns the engine's thread. Start it, await `ready`, then open streams from any event loop."""
 
-    def __init__(self, make_engine: Callable[[], ServedEngine]):
-        """`make_engine` is called in the thread, so that the device has one owner from the first moment."""
+    def __init__(self, make_engine: Callable[[], ServedEngine], startup: Startup | None = None):
+        """`make_engine` is called in the thread, so that the device has one owner from the first moment.
+
+        It keeps `startup` up to date.
+        """
         self._make_engine = make_engine
+        self.startup = startup or Startup()
+        self._moved: float | None = None  # when something last became known; None while there is nothing to do
         self._engine: ServedEngine | None = None
         self._started: Future[None] = Future()
         self._dead: Future[BaseException] = Future()
@@ -105,8 +120,19 @@ class Bridge:
         if self._dead.done():
             raise _obituary(self._dead.result())
         if self._engine is None:
-            raise NotReadyError("the model is still loading; try again shortly")
+            raise NotReadyError(f"the model is still loading ({self.startup}); try again shortly")
         return self._engine
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long there has been work without a step that ended. 0 while there is none."""
+        moved = self._moved
+        return 0.0 if moved is None else time.monotonic() - moved
+
+    def stack(self) -> str:
+        """What the engine's thread is doing, for the log."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else "(it has ended)"
 
     async def open(self, requests: Iterable[Request]) -> list[Stream]:
         """Check requests, away from the event loop as texts may be long, and queue them: all of them or none.
@@ -191,7 +217,7 @@ class Bridge:
             while self._wait_for_work(engine):
                 self._do_jobs(engine)
                 if engine.has_work:
-                    self._hand_out(engine, engine.step())
+                    self._step(engine)
             engine.close()
         except BaseException as error:
             log.critical("the engine thread has died", exc_info=error)
@@ -205,8 +231,17 @@ class Bridge:
             pass
         if not engine.has_work:
             with self._changed:
+                self._moved = None
                 self._changed.wait_for(lambda: self._inbox or self._closing)
+                self._moved = time.monotonic()
         return not self._closing
+
+    def _step(self, engine: ServedEngine) -> None:
+        ended = engine.steps_ended
+        deltas = engine.step()
+        if deltas or engine.steps_ended != ended:
+            self._moved = time.monotonic()
+        self._hand_out(engine, deltas)
 
     def _do_jobs(self, engine: ServedEngine) -> None:
         with self._changed:
@@ -260,7 +295,7 @@ class Bridge:
     def _end(self, cause: BaseException | None) -> None:
         """Nothing runs any more: tell everyone who waits."""
         with self._changed:
-            self._closing = True
+            self._closing, self._moved = True, None
             if cause is not None:
                 self._dead.set_result(cause)
             jobs, self._inbox = self._inbox, deque()

@@ -17,13 +17,15 @@ from jhybrid.chat_template import ChatTemplate
 from jhybrid.errors import JhybridError, RequestError, StepError
 from jhybrid.request import Delta, Request
 from jhybrid.tokenizer import Tokenizer
-from jhybrid_server.bridge import Bridge, NotReadyError, Stream
+from jhybrid_server.bridge import Bridge, NotReadyError, Stream, StuckError
 from jhybrid_server.call_metrics import CallMetrics
 from jhybrid_server.statuses import AbortedError, ModelNotFoundError
 from jhybrid_server.usage import Timing, Usage
 
 STALL_SECONDS = 30.0
 """How long a client may take no bytes before it is given up."""
+ASK_SECONDS = 5.0
+"""How long a question about the engine may wait for the step under way."""
 
 log = logging.getLogger("jhybrid_server")
 
@@ -110,9 +112,11 @@ class Call:
 class Desk:
     """One for a process. `draining` closes it to new calls; `running` counts those inside."""
 
-    def __init__(self, bridge: Bridge, model_name: str):
+    def __init__(self, bridge: Bridge, model_name: str, watchdog_seconds: float = 0.0):
+        """With work and no step that ends for `watchdog_seconds`, calls are refused until one does; 0: never."""
         self.bridge = bridge
         self.model_name = model_name
+        self.watchdog_seconds = watchdog_seconds
         self.metrics = CallMetrics()
         self.draining = False
         self.running = 0
@@ -140,10 +144,21 @@ class Desk:
                 self.running -= 1
 
     def check_open(self) -> None:
-        """Raises NotReadyError while loading or draining, EngineDeadError after a death."""
+        """Raises NotReadyError while loading or draining, StuckError while stuck, EngineDeadError after a death."""
         _ = self.bridge.engine
         if self.draining:
             raise NotReadyError("the server is shutting down; try another")
+        stalled = self.bridge.stalled_seconds
+        if 0 < self.watchdog_seconds < stalled:
+            raise StuckError(f"no step has ended for {stalled:.0f} s though there is work; try another server")
+
+    def refusal(self) -> JhybridError | None:
+        """Why calls are not let in now; None if they are."""
+        try:
+            self.check_open()
+        except JhybridError as error:
+            return error
+        return None
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFoundError for a name other than the served one; an empty one means whichever is served."""
@@ -179,8 +194,12 @@ class Desk:
         return await asyncio.to_thread(template.render, messages, **variables)
 
     async def status(self) -> dict:
-        """The engine's status."""
-        return await self.bridge.ask(lambda engine: engine.status())
+        """The engine's status. StuckError if its thread does not come to answer."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                return await self.bridge.ask(lambda engine: engine.status())
+        except TimeoutError as error:
+            raise StuckError(f"the engine has been in one step for {self.bridge.stalled_seconds:.0f} s") from error
 
     async def flush_cache(self) -> None:
         """Forget every cached prefix that nobody uses."""

@@ -124,6 +124,35 @@ async def _answer(call: Call, context: grpc.aio.ServicerContext) -> None:
             raise AbortedError(f"the client took no message for {STALL_SECONDS:g} s") from error
 
 
+class Health(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]
+    """Standard health of every service alike. Its answers carry the reason in the trailing metadata."""
+
+    def __init__(self, desk: Desk):
+        super().__init__()
+        self._desk = desk
+        self._told: bool | None = None
+
+    async def update(self) -> None:
+        """Say what is so: whether calls are let in."""
+        refusal = self._desk.refusal()
+        if (refusal is None) is self._told:
+            return
+        self._told = refusal is None
+        kinds = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self.set(name, kinds.SERVING if refusal is None else kinds.NOT_SERVING)
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        refusal = self._desk.refusal()
+        if refusal is not None:
+            reason = str(refusal).encode("ascii", "replace").decode()
+            context.set_trailing_metadata((("jhybrid-reason", reason),))
+        await self.update()
+        return await super().Check(request, context)
+
+
 class KeyCheck(grpc.aio.ServerInterceptor):
     """Refuses calls without a known API key. Health checks need none: probes cannot have one."""
 
@@ -152,7 +181,7 @@ def _refusing(error: JhybridError) -> grpc.RpcMethodHandler:
 
 
 class GrpcServer:
-    """Listens from the start and says NOT_SERVING until told otherwise."""
+    """Listens from the start; `health` says NOT_SERVING until the engine is there."""
 
     def __init__(
         self, desk: Desk, host: str = "127.0.0.1", port: int = 0, keys: Keys | None = None, tls: ServerTls | None = None
@@ -160,10 +189,10 @@ class GrpcServer:
         """Binds the port; 0 picks a free one, see `port`. Raises ConfigError if it is taken or no port."""
         if not 0 <= port <= 65535:
             raise ConfigError("grpc_port", f"{port} is not in [0, 65535]")
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self.health = Health(desk)
         self._server = grpc.aio.server(interceptors=[KeyCheck(keys or Keys())], options=OPTIONS)
         services.add_InferenceServiceServicer_to_server(InferenceService(desk), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.host = host
@@ -178,18 +207,12 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Accept connections. Calls are UNAVAILABLE until the engine is there."""
-        await self.say_serving(False)
+        await self.health.update()
         await self._server.start()
-
-    async def say_serving(self, serving: bool) -> None:
-        """What health checks are told: whether calls are answered."""
-        kinds = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
-            await self._health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
 
     async def stop(self) -> None:
         """Close the port and every connection."""
-        await self.say_serving(False)
+        await self.health.enter_graceful_shutdown()
         await self._server.stop(grace=0.5)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from jhybrid.errors import JhybridError, QueueFullError, RequestError
-from jhybrid_server.statuses import RETRY_SECONDS, UNFORESEEN, NotReadyError, UnauthenticatedError, status_of
+from jhybrid.errors import JhybridError, RequestError
+from jhybrid_server.statuses import RETRY_SECONDS, RETRYABLE, UNFORESEEN, UnauthenticatedError, status_of
 
 log = logging.getLogger("jhybrid_server")
 
@@ -26,15 +26,15 @@ def error_body(error: Exception) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """The response that an error is."""
+def error_response(error: Exception, **beside: object) -> JSONResponse:
+    """The response that an error is, with what else its body is to say."""
     status = error.status_code if isinstance(error, HTTPException) else status_of(error).http
     headers: dict[str, str] = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if isinstance(error, QueueFullError | NotReadyError):
+    if isinstance(error, RETRYABLE):
         headers["Retry-After"] = str(RETRY_SECONDS)
     if isinstance(error, UnauthenticatedError):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status, headers)
+    return JSONResponse(error_body(error) | beside, status, headers)
 
 
 def _code(error: JhybridError) -> str:

@@ -17,10 +17,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jhybrid
-from jhybrid.errors import ConfigError, JhybridError
+from jhybrid.errors import ConfigError, EngineDeadError, JhybridError
 from jhybrid.metrics import EngineCollector
 from jhybrid_server.answering import Answering
-from jhybrid_server.bridge import NotReadyError
+from jhybrid_server.bridge import NotReadyError, StuckError
 from jhybrid_server.desk import Desk
 from jhybrid_server.http_errors import error_response
 from jhybrid_server.keys import Keys
@@ -124,15 +124,18 @@ class Endpoints:
         return JSONResponse({**tokenizer.named_tokens, **templates, "vocab_size": tokenizer.vocab_size})
 
     async def health(self, request: Request) -> Response:
-        """Liveness: the process is worth keeping."""
-        with contextlib.suppress(NotReadyError):
-            _ = self._desk.bridge.engine
-        return JSONResponse({"status": "alive"})
+        """Liveness: the process is worth keeping. One that is still loading is."""
+        refusal = self._desk.refusal()
+        if isinstance(refusal, EngineDeadError | StuckError):
+            raise refusal
+        return JSONResponse({"status": "alive", "startup": self._desk.bridge.startup.describe()})
 
     async def ready(self, request: Request) -> Response:
         """Readiness: requests sent here are answered."""
-        self._desk.check_open()
-        return JSONResponse({"status": "ready"})
+        startup, refusal = self._desk.bridge.startup.describe(), self._desk.refusal()
+        if refusal is not None:
+            return error_response(refusal, startup=startup)
+        return JSONResponse({"status": "ready", "startup": startup})
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": jhybrid.__version__})

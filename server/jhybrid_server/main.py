@@ -9,21 +9,27 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from jhybrid.config import EngineConfig
 from jhybrid.errors import JhybridError
 from jhybrid.request import Request, SamplingParams
-from jhybrid_server.bridge import Bridge, ServedEngine
+from jhybrid.startup import Startup
+from jhybrid_server.announcement import Announcement
+from jhybrid_server.bridge import Bridge, ServedEngine, StuckError
 from jhybrid_server.client import Client
 from jhybrid_server.desk import Desk
-from jhybrid_server.grpc_server import GrpcServer
+from jhybrid_server.grpc_server import GrpcServer, Health
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
 from jhybrid_server.tls import ClientTls, ServerTls
 
 log = logging.getLogger("jhybrid_server")
+
+WATCH_SECONDS = 0.5
+"""How often health is brought up to date."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,21 @@ def serve(
     listening: Listening,
     served_model_name: str | None = None,
     drain_timeout: float = 30.0,
+    watchdog_seconds: float = 0.0,
     json_output: bool = False,
-    make_engine: Callable[[], ServedEngine] | None = None,
+    make_engine: Callable[[Startup], ServedEngine] | None = None,
 ) -> int:
     """Serve over HTTP and gRPC until SIGTERM or SIGINT; returns the process's exit code.
 
-    Prints one line with the addresses once requests are answered, with `json_output` as a JSON object. The first
-    signal lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. Raises what
+    Listens at once, and prints an Announcement when requests are answered, with `json_output` as a JSON object. The
+    first signal lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. With
+    work and no step that ends for `watchdog_seconds`, health turns NOT_SERVING until one does; 0 for never. Raises what
     keeps the engine from starting (ConfigError, WeightsError, OutOfMemoryError). Exit code 1 means that the engine's
     thread died. `make_engine` stands in for the engine in tests.
     """
-    bridge = Bridge(make_engine or (lambda: _engine(config)))
-    desk = Desk(bridge, served_model_name or config.model)
+    startup = Startup()
+    bridge = Bridge(partial(make_engine or partial(_engine, config), startup), startup)
+    desk = Desk(bridge, served_model_name or config.model, watchdog_seconds)
     code = asyncio.run(_serve(desk, listening, drain_timeout, json_output))
     if not bridge.close(timeout=10.0 if bridge.started else 1.0):
         # The engine's thread is loading, compiling or inside a step, none of which can be interrupted.
@@ -67,10 +76,10 @@ def serve(
     return code
 
 
-def _engine(config: EngineConfig) -> ServedEngine:
+def _engine(config: EngineConfig, startup: Startup) -> ServedEngine:
     from jhybrid.engine import Engine
 
-    return Engine(config)
+    return Engine(config, startup)
 
 
 async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_output: bool) -> int:
@@ -84,7 +93,10 @@ async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_ou
     for sign in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sign, lambda: hurry.set() if stop.is_set() else stop.set())
     await asyncio.gather(http.start(), grpc_.start())
+    addresses = f"{http.host}:{http.port}", f"{grpc_.host}:{grpc_.port}"
+    log.info("listening on %s for HTTP and on %s for gRPC; requests are answered once the model is loaded", *addresses)
     desk.bridge.start()
+    watch = asyncio.create_task(_watch(desk, grpc_.health))
     stopped = asyncio.create_task(stop.wait())
     ready = asyncio.create_task(desk.bridge.ready())
     death = asyncio.create_task(desk.bridge.death())
@@ -93,41 +105,42 @@ async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_ou
         if stopped.done():
             return 0
         await ready
-        await grpc_.say_serving(True)
-        addresses = {"http": f"{http.host}:{http.port}", "grpc": f"{grpc_.host}:{grpc_.port}"}
-        _print_ready(desk.model_name, addresses, listening.tls is not None, json_output)
-        log.info("try: %s", _example(listening, http.port))
+        await grpc_.health.update()
+        has_tokenizer = desk.bridge.engine.tokenizer is not None
+        facts = desk.model_name, *addresses, listening.tls, bool(keys), has_tokenizer, await desk.status()
+        announcement = Announcement(*facts)
+        print(announcement.as_json() if json_output else announcement.as_text(), flush=True)
         await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             return 1
         log.info("shutting down: running requests have %g s to finish", drain_timeout)
-        await asyncio.gather(grpc_.say_serving(False), desk.drain(drain_timeout, hurry))
+        await asyncio.gather(desk.drain(drain_timeout, hurry), grpc_.health.update())
         return 0
     finally:
         await asyncio.gather(http.stop(), grpc_.stop())
-        for task in (stopped, ready, death):
+        tasks = (stopped, ready, death, watch)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(stopped, ready, death, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watch(desk: Desk, health: Health) -> None:
+    """Keep gRPC health true, and log when the engine gets stuck and when it moves again."""
+    was_stuck = False
+    while True:
+        await health.update()
+        refusal = desk.refusal()
+        is_stuck = isinstance(refusal, StuckError)
+        if is_stuck and not was_stuck:
+            log.error("%s. The engine's thread is here:\n%s", refusal, desk.bridge.stack())
+        if was_stuck and not is_stuck:
+            log.warning("steps end again")
+        was_stuck = is_stuck
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
-
-
-def _example(listening: Listening, port: int) -> str:
-    """A command that asks the server something."""
-    scheme = "http" if listening.tls is None else "https"
-    key = " -H 'authorization: Bearer KEY'" if listening.api_keys else ""
-    asked = """-H 'content-type: application/json' -d '{"prompt": "The king", "max_tokens": 20}'"""
-    return f"curl {scheme}://{listening.host}:{port}/v1/completions{key} {asked}"
-
-
-def _print_ready(name: str, addresses: dict[str, str], tls: bool, json_output: bool) -> None:
-    if json_output:
-        print(json.dumps({"model": name, **addresses, "tls": tls}), flush=True)
-        return
-    http, grpc_ = ("https", "grpcs") if tls else ("http", "grpc")
-    print(f"jhybrid serves {name} at {http}://{addresses['http']} and {grpc_}://{addresses['grpc']}", flush=True)
 
 
 def client(

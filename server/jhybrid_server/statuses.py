@@ -1,7 +1,7 @@
 """Statuses: what each error is in gRPC and in HTTP, and back. The servers raise by it, the clients read by it.
 
 A gRPC status carries google.rpc.ErrorInfo with the error's name as reason; for a refused request google.rpc.BadRequest
-with the field; where the queue was full, google.rpc.RetryInfo.
+with the field; where the queue was full or the model is still loading, google.rpc.RetryInfo.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from jhybrid.errors import EngineDeadError, JhybridError, QueueFullError, RequestError, StepError
-from jhybrid_server.bridge import NotReadyError
+from jhybrid_server.bridge import NotReadyError, StuckError
 
 DOMAIN = "jhybrid"
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC puts a google.rpc.Status
@@ -46,13 +46,16 @@ STATUSES: dict[type[JhybridError], Status] = {
     AbortedError: Status(grpc.StatusCode.ABORTED, 409, "aborted_error"),
     QueueFullError: Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
     EngineDeadError: Status(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error"),
+    StuckError: Status(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error"),
     NotReadyError: Status(grpc.StatusCode.UNAVAILABLE, 503, "unavailable_error"),
     StepError: Status(grpc.StatusCode.INTERNAL, 500, "server_error"),
 }
 UNFORESEEN = STATUSES[StepError]
 KINDS = {kind.__name__: kind for kind in STATUSES}
+RETRYABLE = (QueueFullError, NotReadyError)
+"""What passes: the same request may be answered later."""
 RETRY_SECONDS = 1
-"""When to try again after a full queue: a running sequence ends within about that time, or the queue is long."""
+"""When to try again: a running sequence ends within about that time, or the queue is long."""
 
 
 def status_of(error: Exception) -> Status:
@@ -66,7 +69,7 @@ def details_of(error: JhybridError) -> tuple[tuple[str, bytes], ...]:
     if isinstance(error, RequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, QueueFullError):
+    if isinstance(error, RETRYABLE):
         details.append(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_SECONDS)))
     status = status_pb2.Status(code=status_of(error).grpc.value[0], message=str(error))
     for detail in details:

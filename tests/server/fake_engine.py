@@ -1,7 +1,8 @@
 """FakeEngine: the engine's interface over an alphabet instead of a model, with every call recorded.
 
 Answer `i` to a prompt of `p` tokens is the letters from number `p + i` on, one per step. Faults are ordered by the
-prompt's text: `nan` fails the sequence, `die` kills the engine thread, `bug` raises in submit.
+prompt's text: `nan` fails the sequence, `die` kills the engine thread, `stick` holds a step up for two
+seconds, `bug` raises in submit.
 """
 
 import threading
@@ -62,6 +63,10 @@ class FakeEngine:
         self._told: list[Delta] = []
 
     @property
+    def steps_ended(self) -> int:
+        return self.steps
+
+    @property
     def has_work(self) -> bool:
         self.looks += 1
         return bool(self.running or self.waiting or self._told)
@@ -92,9 +97,9 @@ class FakeEngine:
 
     def step(self) -> list[Delta]:
         self.threads.add(threading.get_ident())
-        self.steps += 1
         time.sleep(self.step_seconds)
         self.gate.wait(10)
+        self.steps += 1
         while self.waiting and len(self.running) < self.slots:
             name = min(self.waiting, key=lambda n: self.waiting[n].request.priority)
             self.running[name] = self.waiting.pop(name)
@@ -113,6 +118,8 @@ class FakeEngine:
         if text == "die":
             raise RuntimeError("the device is gone")
         made = entry.made.get(index, 0)
+        if text == "stick" and made == 1:
+            time.sleep(2)
         delta = Delta(name, index, cached_tokens=3)
         if text == "nan" and index == 0 and made == 2:
             delta.finish_reason, delta.error = "error", "the model's logits at position 5 are NaN or infinite"

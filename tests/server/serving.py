@@ -38,7 +38,7 @@ class Served:
         """What the process does at its end."""
 
         async def work() -> None:
-            await asyncio.gather(self.server.say_serving(False), self.desk.drain(timeout))
+            await asyncio.gather(self.desk.drain(timeout), self.server.health.update())
 
         return work()
 
@@ -68,7 +68,7 @@ def serving(
         bridge.start()
         if wait:
             await bridge.ready()
-            await server.say_serving(True)
+            await server.health.update()
         return server, http
 
     async def stop() -> None:

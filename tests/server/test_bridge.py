@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from jhybrid.errors import RequestError
-from jhybrid.request import Request, SamplingParams
+from jhybrid.request import Delta, Request, SamplingParams
 from jhybrid_server.bridge import Bridge, NotReadyError
 from tests.server.fake_engine import FakeEngine, answer_text
 from tests.server.serving import eventually
@@ -108,3 +109,35 @@ def test_closing_tells_who_waits(engine: FakeEngine):
 
     asyncio.run(work())
     assert engine.closed
+
+
+class Idling(FakeEngine):
+    """Steps that come back at once and end nothing."""
+
+    def step(self) -> list[Delta]:
+        if self.gate.is_set():
+            return super().step()
+        time.sleep(0.001)
+        return []
+
+
+def test_steps_that_end_nothing_count_as_a_stall():
+    engine = Idling()
+    bridge = Bridge(lambda: engine)
+    bridge.start()
+
+    async def work() -> None:
+        await bridge.ready()
+        await asyncio.sleep(0.1)
+        assert bridge.stalled_seconds == 0  # nothing to do is no stall
+        engine.gate.clear()
+        [stream] = await bridge.open([Request(prompt="abc")])
+        await asyncio.sleep(0.3)
+        assert bridge.stalled_seconds > 0.25 and "in step" in bridge.stack()
+        engine.gate.set()
+        assert len([delta async for delta in bridge.deltas([stream])]) == 16
+        await asyncio.sleep(0.1)
+        assert bridge.stalled_seconds == 0
+
+    asyncio.run(work())
+    assert bridge.close()

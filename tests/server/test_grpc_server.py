@@ -408,7 +408,6 @@ def test_health_and_calls_before_and_after_ready(engine: FakeEngine):
                 call()
         loaded.set()
         served.run(served.bridge.ready())
-        served.run(served.server.say_serving(True))
         served.client.wait_until_serving(5)
         assert health(served.target) == health(served.target, "jhybrid.v1.InferenceService") == SERVING
         assert served.client.generate(Request(prompt="abc")).output.text == answer_text(4, 16)
