@@ -1,5 +1,6 @@
 """The command line: a dataclass for each command, whose fields are its flags. All of them take `--json`."""
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from jhybrid.config import EngineConfig, api_keys
+from jhybrid.config import EngineConfig, api_keys, environment
 from jhybrid.errors import JhybridError, RequestError
 from jhybrid.request import Request, SamplingParams
 from jhybrid.train.recipe import TrainConfig
@@ -307,7 +308,11 @@ class Bench:
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve a model over HTTP (OpenAI's API) and gRPC until SIGTERM; prints one line with the addresses when ready."""
+    """Serve a model over HTTP (OpenAI's API) and gRPC until SIGTERM; prints what and where when ready.
+
+    Each flag can also be a key of the TOML file `--config`, or an environment variable (JHYBRID_MAX_NUM_SEQS).
+    Flags win over the environment, the environment over the file.
+    """
 
     engine: Config = field(default_factory=EngineConfig)
     host: str = "127.0.0.1"
@@ -316,8 +321,8 @@ class Serve:
     """Of HTTP; 0 picks a free port."""
     grpc_port: int = 50051
     """0 picks a free port."""
-    api_key: tuple[str, ...] = ()
-    """Keys that let clients in, also from $JHYBRID_API_KEY (comma-separated); none lets everybody in."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Keys that let clients in (in $JHYBRID_API_KEY comma-separated); none lets everybody in."""
     tls_cert: str | None = None
     """Certificate chain (PEM) of both servers; with tls_key, connections are encrypted."""
     tls_key: str | None = None
@@ -330,20 +335,47 @@ class Serve:
     """Seconds that running requests have to finish after SIGTERM."""
     watchdog_seconds: float = 120.0
     """Health turns NOT_SERVING when no step ends for so long though there is work; 0 for never."""
+    config: Path | None = None
+    """TOML file with settings; also from $JHYBRID_CONFIG."""
+    print_config: bool = False
+    """Print the settings as such a file, API keys left out, and leave."""
     json: bool = False
-    """The ready line as a JSON object."""
+    """What is printed when ready as a JSON object."""
+
+    @classmethod
+    def of(cls, arguments: list[str]) -> "Serve":
+        """What flags, environment and file say together."""
+        from jhybrid.settings import Settings
+
+        settings = Settings(cls, flags_only=("config", "print_config", "json"), secret=("api_key",))
+        variables = environment()
+        from_environment = variables.pop("JHYBRID_CONFIG", None)
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--config", default=from_environment)
+        path = first.parse_known_args(arguments)[0].config
+        if path:
+            settings.read_file(Path(path))
+        settings.read_environment(variables)
+        with settings.blamed():
+            command = tyro.cli(cls, prog="jhybrid serve", args=arguments, default=settings.defaults())
+        command = settings.with_secrets(command)
+        if command.print_config:
+            print(settings.as_toml(command), end="")
+            sys.exit(0)
+        if settings.sources:
+            logging.getLogger("jhybrid").info("settings from %s", ", ".join(settings.sources))
+        return command
 
     def run(self) -> None:
         from jhybrid_server.main import Listening, serve
         from jhybrid_server.tls import ServerTls
 
         tls = ServerTls.of(self.tls_cert, self.tls_key, self.tls_ca)
-        keys = (*self.api_key, *api_keys())
 
         sys.exit(
             serve(
                 self.engine,
-                Listening(self.host, self.port, self.grpc_port, keys, tls),
+                Listening(self.host, self.port, self.grpc_port, self.api_key, tls),
                 served_model_name=self.served_model_name,
                 drain_timeout=self.drain_timeout,
                 watchdog_seconds=self.watchdog_seconds,
@@ -419,10 +451,14 @@ def main() -> None:
     """Entry point of `jhybrid`."""
     asks_json = "--json" in sys.argv
     try:
-        command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="jhybrid", description="Inference engine for hybrid language models on JAX."
+        _log_to_stderr(logging.INFO if sys.argv[1:2] == ["serve"] else logging.WARNING)
+        command = (
+            Serve.of(sys.argv[2:])
+            if sys.argv[1:2] == ["serve"]
+            else tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, prog="jhybrid", description="Inference engine for hybrid language models on JAX."
+            )
         )
-        _log_to_stderr(logging.INFO if isinstance(command, Serve) else logging.WARNING)
         command.run()
     except JhybridError as error:
         if asks_json:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from jhybrid.errors import ConfigError
 
+PREFIX = "JHYBRID_"
+"""Of environment variables that are settings of `jhybrid serve`."""
+RESERVED = ("JHYBRID_CACHE_DIR",)
+"""Those that every command reads."""
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -141,8 +145,13 @@ class EngineConfig:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+def environment() -> dict[str, str]:
+    """Environment variables that are settings."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
 def api_keys() -> tuple[str, ...]:
-    """Keys of the server that the environment gives; a command line can be read by others."""
+    """Keys for a server that the environment gives; a command line can be read by others."""
     return tuple(key for key in os.environ.get("JHYBRID_API_KEY", "").split(",") if key)
 
 

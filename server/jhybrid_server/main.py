@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
@@ -41,7 +41,7 @@ class Listening:
     """Of HTTP; 0 picks a free one."""
     grpc_port: int = 50051
     """0 picks a free one."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     """None lets everybody in."""
     tls: ServerTls | None = None
     """None for unencrypted connections."""
