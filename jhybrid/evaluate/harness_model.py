@@ -1,21 +1,25 @@
 """HarnessModel: the model `jhybrid` of lm-evaluation-harness. Importing this module registers it.
 
-No release of the harness up to 0.4.13 looks for models outside its own source, so something has to import this one:
-`jhybrid eval`, or the harness's own command line as `python -m jhybrid.evaluate`.
+The entry point `lm_eval.models` names it too, but no release of the harness up to 0.4.13 reads that, so something must
+import this module: `jhybrid eval`, or the harness's own command line as `python -m jhybrid.evaluate`.
 """
 
 import dataclasses
 from typing import Any
 
-from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
-from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
-from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+import jax
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine
 from jhybrid.errors import ConfigError
 from jhybrid.evaluate.respondent import Respondent
+
+UNASKED_DEVICE = "cuda:0"
+"""What the harness's command line passes on when nobody named a device."""
 
 
 class HarnessModel(LM):
@@ -40,7 +44,7 @@ class HarnessModel(LM):
         """
         del batch_size, max_batch_size
         super().__init__()
-        if device is not None:
+        if device not in (None, UNASKED_DEVICE, jax.default_backend()):
             raise ConfigError("device", f"{device!r} cannot be chosen here; JAX takes it from JAX_PLATFORMS")
         unknown = sorted(set(options) - {field.name for field in dataclasses.fields(EngineConfig)})
         if unknown:
@@ -56,7 +60,7 @@ class HarnessModel(LM):
         )
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        pairs = [(request.args[0], request.args[1]) for request in requests]
+        pairs = [(request.arguments[0], request.arguments[1]) for request in requests]
         with tqdm(total=len(pairs), desc="loglikelihood", disable=disable_tqdm) as bar:
             found = self.respondent.loglikelihoods(pairs, bar.update)
         answers = [(likelihood.total, likelihood.is_greedy) for likelihood in found]
@@ -65,12 +69,12 @@ class HarnessModel(LM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         with tqdm(desc="loglikelihood_rolling, windows", disable=disable_tqdm) as bar:
-            answers = self.respondent.rolling([request.args[0] for request in requests], bar.update)
+            answers = self.respondent.rolling([request.arguments[0] for request in requests], bar.update)
         self._keep("loglikelihood_rolling", requests, answers)
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        prompts = [(request.args[0], request.args[1]) for request in requests]
+        prompts = [(request.arguments[0], request.arguments[1]) for request in requests]
         with tqdm(total=len(prompts), desc="generate_until", disable=disable_tqdm) as bar:
             answers = self.respondent.generate(prompts, bar.update)
         self._keep("generate_until", requests, answers)

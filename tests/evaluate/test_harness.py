@@ -1,16 +1,16 @@
-"""The harness itself on the demo model. Needs the extra `eval`; what the model answers is tested in test_respondent."""
+"""The harness itself on the demo model; what the model answers is tested in test_respondent."""
 
 import json
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'jhybrid[eval]'")
-
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
+from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
 from jhybrid import cli
@@ -32,7 +32,8 @@ def model():
 
 
 def evaluate(model: HarnessModel, *tasks: str, **options) -> dict:
-    results = simple_evaluate(model, tasks=list(tasks), task_manager=TaskManager(include_path=str(TASKS)), **options)
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
     assert results is not None
     return dict(results)
 
@@ -87,6 +88,27 @@ def test_answers_are_those_of_the_engine_alone(model: HarnessModel):
     alone = [model.generate_until([instance], disable_tqdm=True)[0] for instance in instances]
     assert answers == alone
     assert all(answers)
+
+
+def test_the_harness_s_command_line_finds_the_model():
+    """It names the model, and passes on a device that nobody asked for."""
+    results = simple_evaluate(
+        "jhybrid",
+        model_args=f"model=demo,{SMALL}",
+        device=EvaluatorConfig().device,
+        tasks=["demo_next_line"],
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+        limit=2,
+        bootstrap_iters=0,
+    )
+    assert results is not None
+    assert dict(results)["results"]["demo_next_line"]["acc,none"] == 1
+
+
+def test_the_entry_point_names_the_model():
+    project = tomllib.loads((TASKS.parent.parent / "pyproject.toml").read_text())["project"]
+    value = project["entry-points"]["lm_eval.models"]["jhybrid"]
+    assert EntryPoint("jhybrid", value, "lm_eval.models").load() is HarnessModel
 
 
 def test_what_the_model_cannot_be_given():
