@@ -20,6 +20,7 @@ from jhybrid.errors import (
     WeightsError,
 )
 from jhybrid.request import Completion, Delta, Output, Request, SamplingParams
+from jhybrid.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from jhybrid.engine import Engine
@@ -41,6 +42,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "StepError",
+    "StructuredOutputs",
     "WeightsError",
 ]
 

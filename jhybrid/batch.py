@@ -97,6 +97,7 @@ class Layout:
             "seed": (seqs,),
             "num_logprobs": (seqs,),
             "adjust": (seqs,),
+            "masked": (seqs,),
             "banned": (seqs, MAX_BANNED),
         }
         if self.geometry.has_slots:
@@ -156,6 +157,7 @@ class Batch(NamedTuple):
     wants_prompt_logprobs: bool
     loads: list[tuple[int, int]]  # stored snapshot -> slot, before the step; none where snapshots are slots themselves
     saves: list[tuple[int, int]]  # slot -> stored snapshot, after the step
+    mask: np.ndarray | None  # [S, words] uint32: tokens allowed to `masked` sequences; None where there are none
 
 
 class DeviceBatch(NamedTuple):
@@ -167,7 +169,7 @@ class DeviceBatch(NamedTuple):
     sampling: SamplingBatch
 
 
-def unpack(layout: Layout, ints: Array, floats: Array, last_token: Array) -> DeviceBatch:
+def unpack(layout: Layout, ints: Array, floats: Array, mask: Array, last_token: Array) -> DeviceBatch:
     """The named fields of a batch, inside jit. `last_token` [rows] is the sampler's memory of each row."""
     geometry, bucket = layout.geometry, layout.bucket
     get = {name: ints[at : at + math.prod(shape)].reshape(shape) for name, (at, shape) in layout.ints.items()}
@@ -206,6 +208,8 @@ def unpack(layout: Layout, ints: Array, floats: Array, last_token: Array) -> Dev
         seed=get["seed"].astype(jnp.uint32),
         num_logprobs=get["num_logprobs"],
         adjust=get["adjust"] > 0,
+        masked=get["masked"] > 0,
+        mask=mask,
         banned=get["banned"],
         **real,
     )
@@ -285,7 +289,8 @@ class Packer:
         saves = self._pack_snapshots(field, items, last_chunks) if cuts else []
         floats = self._floats[:, rows].reshape(-1)
         wants_logprobs = bool((field["num_logprobs"] >= 0).any())
-        return Batch(bucket, ints, floats, items, wants_logprobs, scores, loads, saves)
+        mask = self._pack_masks(field, items, bucket)
+        return Batch(bucket, ints, floats, items, wants_logprobs, scores, loads, saves, mask)
 
     def _fields(self, bucket: Bucket) -> tuple[Ints, dict[str, np.ndarray]]:
         """A fresh int vector of a bucket and views of its fields."""
@@ -347,6 +352,18 @@ class Packer:
                     self._tables[row, filled : len(pages)] = pages[filled:]
                     self._pages[row] = len(pages)
             field["page_table"][:] = self._tables[rows]
+
+    def _pack_masks(self, field: dict[str, np.ndarray], items: list[Item], bucket: Bucket) -> np.ndarray | None:
+        """The masks of the sequences that have a grammar and sample in this step."""
+        bound = [(i, item.sequence.constraint) for i, item in enumerate(items) if item.samples]
+        masks = {i: constraint.mask for i, constraint in bound if constraint is not None}
+        if not masks:
+            return None
+        packed = np.zeros((bucket.seqs, len(next(iter(masks.values())))), np.uint32)
+        for i, mask in masks.items():
+            packed[i] = mask
+            field["masked"][i] = 1
+        return packed
 
     def _pack_sources(self, field: dict[str, np.ndarray], items: list[Item]) -> list[tuple[int, int]]:
         """Let sequences start from snapshots: from where these are, or, if stored elsewhere, after loading them."""

@@ -39,6 +39,8 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._utf8 = _Utf8Decoder("replace")
         self._first = tokenizer is None or all(skip_special_tokens and tokenizer.is_special(token) for token in prompt)
+        self.opens = self._first
+        """Whether the answer opens the text."""
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the answer."""

@@ -9,6 +9,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import NamedTuple, Self
 
@@ -17,13 +18,14 @@ from jhybrid.batch import Packer
 from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
+from jhybrid.grammar import Constraint, Grammar, GrammarError
 from jhybrid.guard import Guard
 from jhybrid.intake import Intake
 from jhybrid.request import Completion, Delta, Output, Request, SamplingParams, TokenLogprobs
 from jhybrid.results import adjustments, prompt_entries, sampled_entry
 from jhybrid.runner import Runner, StepHandle, StepResult
 from jhybrid.scheduler import Item, Plan, Scheduler
-from jhybrid.sequence import Sequence
+from jhybrid.sequence import Phase, Sequence
 from jhybrid.startup import Startup
 from jhybrid.stats import Stats
 from jhybrid.tokenizer import Tokenizer
@@ -33,6 +35,10 @@ log = logging.getLogger("jhybrid")
 
 EXACT, ROUGH = 1e-3, 0.5
 """How far the log-probabilities of a hit may be from those of a cold run: in float32, and with rounded states."""
+
+
+MASK_SECONDS = 0.005
+"""How long a step may wait for the masks that its sequences need. Who has none by then sits it out."""
 
 
 class Flight(NamedTuple):
@@ -81,6 +87,8 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None
         self._told: list[Delta] = []  # ends that no step produced: aborts, failures
+        self._masking: list[tuple[Sequence, Future]] = []  # their next masks are being made
+        self._num_late = 0  # of these, the first ones, for which a step has waited already
         self._seeds = random.Random(config.base_seed)
         self._numbers = itertools.count()
         self._names = (f"req-{i}" for i in self._numbers)
@@ -114,17 +122,28 @@ class Engine:
             raise QueueFullError(
                 f"{self.scheduler.num_waiting} sequences wait and max_queue is {self.config.max_queue}; try again later"
             )
-        self._sequences[name] = [self._sequence(name, i, request, prompt) for i in range(n)]
+        grammar = self.intake.grammar(request)
+        self._sequences[name] = [self._sequence(name, i, request, prompt, grammar) for i in range(n)]
         for sequence in self._sequences[name]:
             self.scheduler.add(sequence)
         self.stats.requests += 1
         return name
 
-    def _sequence(self, name: str, index: int, request: Request, prompt: list[int]) -> Sequence:
+    def _sequence(
+        self, name: str, index: int, request: Request, prompt: list[int], grammar: Grammar | None = None
+    ) -> Sequence:
         sampling = request.sampling
         given = sampling.seed
         entries: list[TokenLogprobs | None] = [None] * len(prompt)
         wants_prompt = sampling.prompt_logprobs is not None and index == 0
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            stop=sampling.stop_strings,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+            prompt=prompt,
+        )
         return Sequence(
             request_id=name,
             index=index,
@@ -134,15 +153,21 @@ class Engine:
             max_total=self.intake.max_total(request, len(prompt)),
             eos_token_ids=frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
             seed=self._seeds.getrandbits(32) if given is None else fold_seed(given, index),
-            detokenizer=Detokenizer(
-                self.tokenizer,
-                stop=sampling.stop_strings,
-                include_stop=sampling.include_stop_str_in_output,
-                skip_special_tokens=sampling.skip_special_tokens,
-                min_tokens=sampling.min_tokens,
-                prompt=prompt,
-            ),
+            detokenizer=detokenizer,
+            constraint=None if grammar is None else self._constraint(grammar, sampling, detokenizer.opens),
             prompt_logprobs=entries if wants_prompt else None,
+        )
+
+    def _constraint(self, grammar: Grammar, sampling: SamplingParams, opens: bool) -> Constraint:
+        grammars, ends = self.intake.grammars, self.model.eos_token_ids
+        assert grammars is not None
+        return Constraint(
+            grammars.pool,
+            grammar,
+            first=grammars.opening if opens else frozenset(),
+            early=ends | frozenset(sampling.stop_token_ids),
+            least=sampling.min_tokens,
+            never=ends if sampling.ignore_eos else frozenset(),
         )
 
     def abort(self, request_id: str) -> bool:
@@ -169,7 +194,11 @@ class Engine:
     def step(self) -> list[Delta]:
         """Start the next step and take in the one before. Returns what became known."""
         with self.stats.timed("step"):
+            if self._masking:
+                self._take_masks()
             plan = self.scheduler.plan()
+            if plan is None and self._flight is None and self._masking:
+                wait([mask for _, mask in self._masking], MASK_SECONDS, FIRST_COMPLETED)
             before, self._flight = self._flight, None  # a launch that fails leaves the step before it alone
             self._flight = self._launch(plan)
             if before is not None:  # the device is busy anyway
@@ -183,6 +212,31 @@ class Engine:
                 deltas = [delta for delta in deltas if not self._take_check(delta)]
         self.stats.log_now_and_then(self)
         return deltas
+
+    def _take_masks(self) -> None:
+        """Take in the masks that are there, having waited a moment for those begun in the last step, and no others."""
+        wait([mask for _, mask in self._masking[self._num_late :]], MASK_SECONDS)
+        late = []
+        for sequence, mask in self._masking:
+            if sequence.phase is Phase.FINISHED:
+                continue
+            if not mask.done():
+                late.append((sequence, mask))
+                continue
+            try:
+                self._bind(sequence)
+            except GrammarError as error:
+                self._told.append(self._failure(sequence, error))
+        self._masking, self._num_late = late, len(late)
+
+    def _bind(self, sequence: Sequence) -> None:
+        """Take in what a sequence may go on with, which may be nothing. GrammarError."""
+        assert sequence.constraint is not None
+        complete = sequence.constraint.finish()
+        if complete or len(sequence.token_ids) >= sequence.max_total:
+            delta = self._delta(sequence, [])
+            delta.finish_reason = "stop" if complete else "length"
+            self._told.append(self._end(sequence, delta))
 
     def idle(self) -> bool:
         """Do a little of what can wait until nothing else is to be done. False if there is nothing of it either.
@@ -323,6 +377,8 @@ class Engine:
             delta.finish_reason, delta.stop_reason = "stop", stopped
         elif ends:
             delta.finish_reason, delta.stop_reason = "stop", token
+        elif sequence.constraint is not None:  # it also knows whether the answer is complete, see `_take_masks`
+            self._masking.append((sequence, sequence.constraint.take(token)))
         elif len(sequence.token_ids) >= sequence.max_total:
             delta.finish_reason = "length"
         return delta if delta.finish_reason is None else self._end(sequence, delta)

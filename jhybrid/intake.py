@@ -1,6 +1,7 @@
 """Intake: what a request must be to enter. Everything refused here names the field, the value and the remedy."""
 
 from jhybrid.errors import RequestError
+from jhybrid.grammar import Grammar, Grammars
 from jhybrid.request import MAX_SALT, MAX_SNAPSHOTS, Request
 from jhybrid.sampling import MAX_BANNED
 from jhybrid.weights.load import Model
@@ -12,6 +13,9 @@ class Intake:
     def __init__(self, model: Model):
         self.model = model
         self.max_model_len = model.max_model_len
+        self.grammars: Grammars | None = None
+        if model.tokenizer is not None and model.eos_token_ids:
+            self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
     def check(self, request: Request) -> list[int]:
         """The prompt's token ids. Raises RequestError."""
@@ -35,6 +39,18 @@ class Intake:
         self._check_length(request, len(prompt))
         _check_cache_hints(request, len(prompt))
         return prompt
+
+    def grammar(self, request: Request) -> Grammar | None:
+        """The grammar that a request asks for, compiled if it is not known yet; found again while somebody holds it.
+
+        Raises RequestError.
+        """
+        wanted = request.sampling.structured_outputs
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise RequestError("structured_outputs", "needs a tokenizer with an end token and this model has none")
+        return self.grammars.of(wanted)
 
     def max_total(self, request: Request, prompt_len: int) -> int:
         """Prompt and answer together, at most."""

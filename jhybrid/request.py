@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, field
 
 from jhybrid.errors import RequestError
+from jhybrid.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -43,6 +44,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None  # what the text must look like
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -92,6 +94,10 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            raise RequestError(
+                "structured_outputs", f"must be StructuredOutputs(...), got {self.structured_outputs!r}"[:200]
+            )
 
 
 @dataclass(frozen=True)

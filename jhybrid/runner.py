@@ -70,10 +70,17 @@ class StepHandle:
 
 
 def step(
-    module: Any, layout: Layout, params: Any, cache: Cache, sampler: SamplerState, ints: Array, floats: Array
+    module: Any,
+    layout: Layout,
+    params: Any,
+    cache: Cache,
+    sampler: SamplerState,
+    ints: Array,
+    floats: Array,
+    mask: Array,
 ) -> tuple[Cache, SamplerState, StepOutput]:
     """One step of the model on one batch: forward, log-probabilities of the prompt where asked, sampling."""
-    batch = unpack(layout, ints, floats, sampler.last_token)
+    batch = unpack(layout, ints, floats, mask, sampler.last_token)
     variables = {"params": params}
     hidden, cache = module.apply(variables, batch.token_ids, cache, batch.spans)
     logits_of = partial(module.apply, variables, method="logits")
@@ -176,6 +183,8 @@ class Runner:
         self._set_row = self._compile_set_row(sampler)
         if staged:
             self._compile_packing(cache, store)
+        shapes = {self._mask_shape(bucket) for bucket in buckets}
+        self._no_masks = {shape: jax.device_put(np.zeros(shape, np.uint32)) for shape in shapes}
         self.reset()
 
     def _compile_within(self, plan: Any, sampler: Any) -> MemoryPlan:
@@ -201,6 +210,7 @@ class Runner:
         vectors = (
             jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
             jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
+            jax.ShapeDtypeStruct(self._mask_shape(bucket), jnp.uint32),
         )
         self._executables[bucket] = self._kept.get(
             f"step {bucket}",
@@ -212,6 +222,9 @@ class Runner:
         )
         self.bucket_seconds[bucket] = time.perf_counter() - start
         self._startup.compiled(len(self._executables), len(self.buckets))
+
+    def _mask_shape(self, bucket: Bucket) -> tuple[int, int]:
+        return bucket.seqs, -(-self._sampler_shape[1] // 32)
 
     def _compile_set_row(self, sampler: SamplerState) -> Any:
         _, vocab_size = self._sampler_shape
@@ -289,7 +302,10 @@ class Runner:
             raise MissingBucketError(f"{batch.bucket} was not compiled; there are {[str(b) for b in self.buckets]}")
         if batch.loads:
             self.cache = self._unpack(self.cache, self.store, *self._moves(batch.loads))
-        self.cache, self.sampler, output = executable(self.params, self.cache, self.sampler, batch.ints, batch.floats)
+        # What nobody is bound by stays on the device; no sequence of the batch reads it.
+        mask = self._no_masks[self._mask_shape(batch.bucket)] if batch.mask is None else batch.mask
+        vectors = batch.ints, batch.floats, mask
+        self.cache, self.sampler, output = executable(self.params, self.cache, self.sampler, *vectors)
         if batch.saves:
             self.store = self._pack(self.cache, self.store, *self._moves(batch.saves))
         return StepHandle(batch, output)

@@ -3,9 +3,9 @@
 One code serves every mix of requests: options are arrays with one entry per sequence, and parts that cost
 time are skipped at run time when no sequence of the batch needs them. Nothing compiles per option.
 
-Logits are changed in this order: repetition, presence and frequency penalties, logit bias, bans, temperature,
-top-k, top-p (of the distribution that top-k leaves), min-p. Tokens tied with the last one kept by top-k or
-top-p are kept too. Log-probabilities are always of the model's own distribution, before all of that.
+Logits are changed in this order: repetition, presence and frequency penalties, logit bias, bans and the mask of a
+grammar, temperature, top-k, top-p (of the distribution that top-k leaves), min-p. Tokens tied with the last one kept
+by top-k or top-p are kept too. Log-probabilities are always of the model's own distribution, before all of that.
 """
 
 from dataclasses import dataclass
@@ -58,6 +58,8 @@ class SamplingBatch:
     banned: Array  # [S, MAX_BANNED] int32: ids that may not be sampled now, padded with -1
     num_logprobs: Array  # [S] int32: top log-probabilities wanted; -1 for none
     adjust: Array  # [S] bool: the row's counts and bias were set by `set_row` and apply
+    masked: Array  # [S] bool: `mask` applies
+    mask: Array  # [S, ceil(V / 32)] uint32: bit i of word w allows token 32 w + i
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +98,7 @@ def sample(logits: Logits, state: SamplerState, batch: SamplingBatch) -> tuple[S
     top = jnp.max(logits, axis=1)
     normaliser = _normaliser(logits, top)
     random = batch.sample & (batch.temperature > 0)
-    changed = batch.sample & (batch.adjust | jnp.any(batch.banned >= 0, axis=1))
+    changed = batch.sample & (batch.adjust | batch.masked | jnp.any(batch.banned >= 0, axis=1))
     tokens, eligible = lax.cond(
         jnp.any(random | changed),
         lambda: _choose(logits, state, batch, random, changed),
@@ -134,6 +136,7 @@ def _choose(
 ) -> tuple[Array, Array]:
     """Tokens [S] by any rule, and whether each row had one to choose [S]."""
     logits = lax.cond(jnp.any(changed), lambda: _adjust(logits, state, batch), lambda: logits)
+    logits = lax.cond(jnp.any(batch.masked), lambda: _allow(logits, batch), lambda: logits)
     top = jnp.max(logits, axis=1)
     greedy = _first_at(logits, top)
     drawn = lax.cond(jnp.any(random), lambda: _draw(logits, top, batch, random), lambda: greedy)
@@ -152,6 +155,14 @@ def _adjust(logits: Array, state: SamplerState, batch: SamplingBatch) -> Array:
     size = logits.shape[1]
     banned = jnp.where(batch.banned >= 0, batch.banned, size)  # a negative index would count from the end
     return adjusted.at[jnp.arange(logits.shape[0])[:, None], banned].set(-jnp.inf, mode="drop")
+
+
+def _allow(logits: Array, batch: SamplingBatch) -> Array:
+    """[S, V] logits with those of tokens that a grammar does not allow at -inf."""
+    size = logits.shape[1]
+    words = jnp.repeat(batch.mask, 32, axis=1, total_repeat_length=32 * batch.mask.shape[1])[:, :size]
+    allowed = (words >> (jnp.arange(size, dtype=jnp.uint32) % 32)) & 1
+    return jnp.where(batch.masked[:, None] & (allowed == 0), -jnp.inf, logits)
 
 
 def _draw(logits: Array, top: Array, batch: SamplingBatch, random: Array) -> Array:

@@ -178,10 +178,12 @@ class Scheduler:
         return max(0, self.ledger.pages_for(min(sequence.total + 1, sequence.max_total)) - held)
 
     def _head(self) -> Sequence | None:
-        """First in the queue that is still waiting; None while its last token, sampled in another row, is under way."""
+        """First in the queue that is still waiting; None while its last token, sampled in another row, is under way,
+        or the mask that follows from it."""
         while self._queue and self._queue[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._queue)
-        return self._queue[0][1] if self._queue and not self._queue[0][1].pending else None
+        head = self._queue[0][1] if self._queue else None
+        return None if head is None or head.pending or head.awaits_mask else head
 
     def _dispatch(self, sequence: Sequence, tokens: int) -> Item:
         first_pos, total = sequence.dispatched, sequence.total

@@ -6,6 +6,7 @@ from enum import Enum
 
 from jhybrid.cache.node import Node
 from jhybrid.detokenizer import Detokenizer
+from jhybrid.grammar import Constraint
 from jhybrid.request import Request, TokenLogprobs
 
 
@@ -54,6 +55,7 @@ class Sequence:
     eos_token_ids: frozenset[int]  # tokens that end it
     seed: int
     detokenizer: Detokenizer
+    constraint: Constraint | None = None
     arrival: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # until it was first admitted; until given out, with the first delta
@@ -97,9 +99,15 @@ class Sequence:
         return len(self.token_ids) + self.pending
 
     @property
+    def awaits_mask(self) -> bool:
+        """Whether it is not known yet which tokens may follow: the last one is not, or its mask is being made."""
+        return self.constraint is not None and (self.pending > 0 or not self.constraint.ready)
+
+    @property
     def remaining(self) -> int:
-        """Tokens that exist and were not given to the device, except a last one that nothing follows."""
-        return min(len(self.token_ids) + self.pending, self.computable) - self.dispatched
+        """Tokens that exist and can be given to the device now, except a last one that nothing follows."""
+        known = len(self.token_ids) + self.pending - self.awaits_mask
+        return min(known, self.computable) - self.dispatched
 
     @property
     def order(self) -> tuple[int, int]:

@@ -50,6 +50,7 @@ class Row:
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     bias: dict[int, float] = field(default_factory=dict)
+    allowed: list[int] | None = None
 
 
 def batch_of(rows: list[Row], row_ids: list[int] | None = None) -> SamplingBatch:
@@ -62,7 +63,14 @@ def batch_of(rows: list[Row], row_ids: list[int] | None = None) -> SamplingBatch
     for i, r in enumerate(rows):
         banned[i, : len(r.banned)] = r.banned
     ids = np.arange(len(rows)) if row_ids is None else np.array(row_ids)
-    return SamplingBatch(row=jnp.asarray(ids, jnp.int32), banned=jnp.asarray(banned), **columns)
+    bits = np.zeros((len(rows), -(-V // 32) * 32), np.uint32)
+    for i, r in enumerate(rows):
+        bits[i, r.allowed or []] = 1
+    mask = (bits.reshape(len(rows), -1, 32) << np.arange(32, dtype=np.uint32)).sum(2, dtype=np.uint32)
+    masked = jnp.asarray([r.allowed is not None for r in rows])
+    return SamplingBatch(
+        row=jnp.asarray(ids, jnp.int32), banned=jnp.asarray(banned), masked=masked, mask=jnp.asarray(mask), **columns
+    )
 
 
 def state_of(rows: list[Row], vocab: int = V) -> SamplerState:
@@ -104,6 +112,8 @@ def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
         for token, bias in row.bias.items():
             x[token] += bias
     x[row.banned] = -np.inf
+    if row.allowed is not None:
+        x[np.setdiff1d(np.arange(len(x)), row.allowed)] = -np.inf
     return x
 
 
@@ -170,6 +180,11 @@ SINGLE = {
     "bias": Row(temperature=1.0, adjust=True, bias={3: 4.0, 299: 5.0, 8: -100.0}),
     "bias_hundred": Row(temperature=1.0, adjust=True, bias={150: 100.0}),
     "banned": Row(banned=list(range(10))),
+    "masked": Row(temperature=1.0, allowed=[*range(3, V, 7)]),
+    "masked_greedy": Row(allowed=[31, 32, 64, V - 1]),
+    "masked_to_one": Row(temperature=2.0, top_k=5, top_p=0.5, allowed=[63]),
+    "masked_to_all": Row(temperature=1.0, allowed=[*range(V)]),
+    "masked_and_all_else": Row(0.9, 30, 0.9, 0.02, 1.3, 0.4, 0.3, 11, 0, [1, 2], 5, True, allowed=[*range(40)]),
     "everything": Row(0.9, 30, 0.9, 0.02, 1.3, 0.4, 0.3, 11, 0, [1, 2], 5, True, bias={5: 3.0, 77: -2.0}),
 }
 
@@ -226,6 +241,33 @@ def test_draws_follow_the_distribution(row):
     observed, expected = np.append(seen[likely], seen[~likely].sum()), np.append(p[likely], p[~likely].sum()) * draws
     keep = expected > 0
     assert stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-3
+
+
+def test_a_mask_of_all_tokens_is_no_mask():
+    logits = random_logits(64)
+    rows = [Row(temperature=1.0, seed=i) for i in range(64)]
+    _, free = run(logits, rows)
+    _, masked = run(logits, [Row(temperature=1.0, seed=i, allowed=[*range(V)]) for i in range(64)])
+    assert (free.tokens == masked.tokens).all()
+
+
+def test_log_probabilities_are_the_models_own_under_a_mask():
+    logits = random_logits(2)
+    _, free = run(logits, [Row(num_logprobs=5)] * 2)
+    least = int(np.argmin(logits[0]))
+    _, masked = run(logits, [Row(num_logprobs=5, allowed=[least]), Row(num_logprobs=5)])
+    assert masked.tokens[0] == least and masked.tokens[1] == free.tokens[1]
+    assert (masked.top_ids == free.top_ids).all() and (masked.top_logprobs == free.top_logprobs).all()
+    assert masked.logprob[0] == pytest.approx(_log_softmax(logits[0])[least], abs=1e-4)
+
+
+def test_a_mask_of_no_token_fails_its_row_alone():
+    _, result = run(random_logits(2), [Row(allowed=[]), Row(allowed=[9])])
+    assert result.finite.tolist() == [False, True] and result.tokens[1] == 9
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - np.log(np.exp(x.astype(np.float64)).sum())
 
 
 def test_successive_steps_of_one_seed_are_independent():

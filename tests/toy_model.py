@@ -222,7 +222,7 @@ class ToyStep:
     """One batch on the toy's caches. Reads nothing but the packed vectors, as a device would."""
 
     def __init__(self, runner: ToyRunner, batch: Batch, call: int, nan_row: int | None):
-        self.runner, self.geometry, self.bucket = runner, runner.geometry(), batch.bucket
+        self.runner, self.geometry, self.bucket, self.mask = runner, runner.geometry(), batch.bucket, batch.mask
         self.call, self.nan_row = call, nan_row
         layout = Layout(batch.bucket, self.geometry)
         assert batch.ints.dtype == np.int32 and batch.floats.dtype == np.float32
@@ -365,6 +365,10 @@ class ToyStep:
         if history is not None:
             value = (value + hash_of(history)) * pow(2, -1, _MODULUS) % _MODULUS  # their mean: either may be wrong
         banned = frozenset(f["banned"][i].tolist()) - {-1}
+        if f["masked"][i]:
+            assert self.mask is not None and self.mask.shape == (self.bucket.seqs, VOCAB // 32)
+            words = self.mask[i]
+            banned |= {token for token in range(VOCAB) if not words[token // 32] >> (token % 32) & 1}
         assert len(f["banned"][i]) == MAX_BANNED
         seed = int(f["seed"][i].astype(np.uint32))
         token = next_token(value, temperature=float(f["temperature"][i]), seed=seed, step=step, banned=banned)

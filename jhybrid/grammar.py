@@ -1,0 +1,325 @@
+"""Grammars: compiled constraints on answers, and the masks of tokens that they allow. Intake and engine use them.
+
+llguidance reads schemas, regexes and grammars and walks the vocabulary. Compiling happens in whichever thread checks a
+request, masks are made in threads of their own: neither holds up the engine. All of it is bounded, see LIMITS.
+"""
+
+import functools
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from jhybrid.errors import JhybridError, RequestError
+from jhybrid.expression_size import lark_size, regex_size, schema_size
+from jhybrid.structured_outputs import Reasoning, StructuredOutputs
+from jhybrid.tokenizer import Tokenizer
+
+MAX_GRAMMARS = 128
+"""Compiled grammars kept; those in use are kept besides."""
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+MAX_SIZE = 50_000
+"""Of expressions once their counted repetitions are written out. With LIMITS, compiling takes at most about half a
+second and a mask some tens of milliseconds; what needs more is refused or fails."""
+SCHEMA_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+"""Whitespace between tokens of JSON is free, but not without end: models can lose themselves in it."""
+SEARCH_SECONDS = 0.2
+"""How long the place of a fault is looked for in a schema."""
+GAP = r"/[ \n\r\t]{0,8}/"
+"""What may stand between reasoning and the structured part."""
+
+
+class GrammarError(JhybridError):
+    """A grammar that came to no end of its own: it allows no token, or its limits were exceeded."""
+
+
+class Grammar:
+    """A compiled constraint. Immutable; each answer has a copy of its state."""
+
+    def __init__(self, matcher: LLMatcher, first: np.ndarray):
+        self._matcher = matcher
+        self.first = first
+        """Tokens that an answer may begin with, [words] uint32."""
+
+    def matcher(self) -> LLMatcher:
+        return self._matcher.deep_copy()
+
+
+class Grammars:
+    """Compiles constraints for one vocabulary and keeps the latest. Safe to call from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._lock, self._building = threading.Lock(), threading.Lock()
+        self._recent: OrderedDict[tuple, Grammar] = OrderedDict()
+        self._live: WeakValueDictionary[tuple, Grammar] = WeakValueDictionary()
+        self.pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="jhybrid-grammar")
+        """Makes masks."""
+
+    def of(self, wanted: StructuredOutputs) -> Grammar:
+        """The compiled form. RequestError names the field and what is wrong with it."""
+        wanted.validate()
+        kind = wanted.kind
+        text = wanted.schema_text() if kind == "json" else getattr(wanted, kind)
+        key = (kind, tuple(text) if kind == "choice" else text, wanted.reasoning)
+        with self._lock:
+            found = self._live.get(key)
+            if found is not None:
+                self._recent[key] = found
+                self._recent.move_to_end(key)
+                return found
+        with self._building:
+            vocabulary = self._vocabulary
+        made = self._compile(vocabulary, kind, text, wanted.reasoning)
+        with self._lock:
+            self._live[key] = self._recent[key] = made
+            while len(self._recent) > MAX_GRAMMARS:
+                self._recent.popitem(last=False)
+        return made
+
+    def _compile(self, vocabulary: LLTokenizer, kind: str, text: Any, reasoning: Reasoning | None) -> Grammar:
+        field = f"structured_outputs.{kind}"
+        source = _source(kind, text)
+        if reasoning is not None:
+            source = self._after(reasoning, source)
+        matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            where = _place(text) if kind == "json" else ""
+            raise RequestError(field, f"{where}{_cause(matcher)}; {REMEDIES[kind]}")
+        first = _mask(matcher, -(-self._vocab_size // 32))
+        if matcher.is_error():
+            raise RequestError(field, f"{_cause(matcher)}; {REMEDIES[kind]}")
+        return Grammar(matcher, first)
+
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        """The vocabulary as a trie, made when it is first asked for."""
+        wrapper = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos[0]))
+        return LLTokenizer(wrapper, eos_token=self._eos)
+
+    @functools.cached_property
+    def opening(self) -> frozenset[int]:
+        """Tokens that stand for other bytes where they open a text than elsewhere."""
+        of = self._tokenizer.token_bytes
+        return frozenset(i for i in range(self._vocab_size) if of(i, first=True) != of(i))
+
+    def _after(self, reasoning: Reasoning, source: str) -> str:
+        """The grammar of `source` after a section of free text."""
+        end, start = self._literal(reasoning.end), self._literal(reasoning.start)
+        is_token = end.startswith("<[")
+        section = f"section: /(?s:.*)/ {end}" if is_token else f"section[suffix={end}]: /(?s:.*)/"
+        begin = "section" if reasoning.is_open else f"({start} section)?"
+        lark = f"start: {begin} gap @body\ngap: {GAP}\n{section}\n"
+        body = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+        return json.dumps({"grammars": [{"lark_grammar": lark}, {**body, "name": "body"}]})
+
+    def _literal(self, text: str) -> str:
+        return literal(self._tokenizer, text)
+
+
+def literal(tokenizer: Tokenizer, text: str) -> str:
+    """A text in Lark: as its control token where it is one, which no other spelling can stand for."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) == 1 and tokenizer.is_special(ids[0]):
+        return f"<[{ids[0]}]>"
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Constraint:
+    """What one answer may go on with. The engine's thread calls it, but for the making of masks."""
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        grammar: Grammar,
+        *,
+        first: frozenset[int],
+        early: frozenset[int],
+        least: int,
+        never: frozenset[int],
+    ):
+        """Tokens that are not allowed as `first`, `early`, which is before `least` tokens, and `never`.
+
+        RequestError if they leave nothing to begin with.
+        """
+        self._pool, self._matcher = pool, grammar.matcher()
+        self._early, self._least, self._never = early, least, never
+        self._made = 0
+        self._next: Future[np.ndarray | None] | None = None
+        self.mask = _without(self._restrict(grammar.first), first)
+        """Bits of the tokens that may come next, [words] uint32. To be read once `ready`."""
+        if not self.mask.any():
+            raise RequestError("structured_outputs", "no first token is allowed with this min_tokens and ignore_eos")
+
+    @property
+    def ready(self) -> bool:
+        """Whether the mask of the next token is there."""
+        return self._next is None
+
+    def take(self, token: int) -> "Future[np.ndarray | None]":
+        """Go on with a token, and start making the mask of the next one."""
+        self._made += 1
+        self._next = self._pool.submit(self._make, token)
+        return self._next
+
+    def finish(self) -> bool:
+        """Take in the mask that was made; whether the answer is complete, as nothing may follow. GrammarError."""
+        assert self._next is not None
+        mask, self._next = self._next.result(), None
+        if mask is not None:
+            self.mask = mask
+        return mask is None
+
+    def _make(self, token: int) -> np.ndarray | None:
+        matcher = self._matcher
+        matcher.consume_token(token)
+        mask = _mask(matcher, len(self.mask))
+        if matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed after {self._made} tokens: {_cause(matcher)}")
+        mask = self._restrict(mask)
+        if matcher.is_stopped() or (matcher.is_accepting() and not mask.any()):
+            return None
+        if not mask.any():
+            raise GrammarError(f"the grammar leaves nothing but end tokens after {self._made} tokens, too early")
+        return mask
+
+    def _restrict(self, mask: np.ndarray) -> np.ndarray:
+        return _without(mask, self._never | self._early if self._made < self._least else self._never)
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance reads it. Ids that the tokenizer has no bytes for are never allowed."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos_token_id, tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
+        special = set(self.special_token_ids)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of text that a grammar prescribes: the tokenizer's, where they stand for just this text."""
+        ids = self._tokenizer.encode(text.decode(), add_special_tokens=False)
+        exact = all(i < len(self.tokens) for i in ids) and b"".join(self.tokens[i] for i in ids) == text
+        return ids if exact else self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest token at each place, up to where there is none."""
+        ids: list[int] = []
+        while text:
+            size = next((n for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[text[:size]])
+            text = text[size:]
+        return ids
+
+
+def _mask(matcher: LLMatcher, words: int) -> np.ndarray:
+    """Bits of the tokens that may come next, [words] uint32. Look at `matcher.is_error` before using it."""
+    return np.frombuffer(matcher.compute_bitmask(), np.uint32)[:words]  # it may have a word too many
+
+
+def _without(mask: np.ndarray, tokens: frozenset[int]) -> np.ndarray:
+    if tokens:
+        mask = mask.copy()
+        ids = np.fromiter(tokens, np.int64, len(tokens))
+        np.bitwise_and.at(mask, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
+    return mask
+
+
+REMEDIES = {
+    "json": "correct or simplify the schema",
+    "json_object": "use json",
+    "regex": "use the syntax of Rust's regex crate, or a simpler expression",
+    "choice": "give fewer or shorter texts",
+    "grammar": "use Lark as llguidance reads it, or GBNF",
+}
+
+
+def _source(kind: str, text: Any) -> str:
+    """What llguidance compiles."""
+    try:
+        if kind in ("json", "json_object"):
+            schema = text if kind == "json" else '{"type": "object"}'
+            _check_size(kind, schema_size(json.loads(schema)))
+            return LLMatcher.grammar_from_json_schema(schema, defaults=SCHEMA_OPTIONS)  # pyright: ignore[reportArgumentType]
+        if kind == "regex":
+            _check_size(kind, regex_size(text))
+            return LLMatcher.grammar_from_regex(text)
+        if kind == "choice":
+            lark = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in text)
+            return LLMatcher.grammar_from_lark(lark)
+        lark = any_to_lark(text)
+        _check_size(kind, lark_size(lark))
+        return LLMatcher.grammar_from_lark(lark)
+    except RequestError:
+        raise
+    except (ValueError, RecursionError, GbnfToLarkError) as error:
+        raise RequestError(f"structured_outputs.{kind}", f"{error}; {REMEDIES[kind]}") from error
+
+
+def _check_size(kind: str, size: int) -> None:
+    if size > MAX_SIZE:
+        field = f"structured_outputs.{kind}"
+        raise RequestError(field, f"repetitions written out have {size} characters, at most {MAX_SIZE} allowed")
+
+
+def _cause(matcher: LLMatcher) -> str:
+    """llguidance's own words, of which it has none where no token is allowed."""
+    cause = matcher.get_error().replace("<non-verbose/>", "").strip()[:500]
+    return "it allows no text" if cause in ("", "NoExtension", "NoExtensionBias") else cause
+
+
+def _place(schema: str) -> str:
+    """`at properties.age: ` for the deepest part of a schema that is refused by itself; empty for all of it."""
+    root, path, deadline = json.loads(schema), "", time.monotonic() + SEARCH_SECONDS
+    found, part = True, root
+    while found:
+        found = False
+        for name, child in _children(part):
+            if time.monotonic() > deadline:
+                break
+            if _is_refused(child, root):
+                part, path, found = child, f"{path}.{name}", True
+                break
+    return f"at {path[1:]}: " if path else ""
+
+
+def _children(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas directly inside one, by their path."""
+    if not isinstance(schema, dict):
+        return
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        for name, child in schema[key].items() if isinstance(schema.get(key), dict) else ():
+            yield f"{key}.{name}", child
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        for at, child in enumerate(schema[key] if isinstance(schema.get(key), list) else ()):
+            yield f"{key}[{at}]", child
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield key, schema[key]
+
+
+def _is_refused(schema: Any, root: Any) -> bool:
+    if not isinstance(schema, dict):
+        return not isinstance(schema, bool)
+    shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
+    return LLMatcher.validate_grammar(_source("json", json.dumps(shared | schema)), None, limits=LIMITS) != ""
