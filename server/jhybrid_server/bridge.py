@@ -13,7 +13,7 @@ import traceback
 import uuid
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +39,7 @@ class RequestChecker(Protocol):
     """The part of an engine that any thread may call."""
 
     def check(self, request: Request) -> list[int]: ...
+    def grammar(self, request: Request) -> object | None: ...
 
 
 class ServedEngine(Protocol):
@@ -68,9 +69,10 @@ class Stream:
     Requests that were opened together share a queue.
     """
 
-    def __init__(self, request: Request, queue: "asyncio.Queue[Delta | JhybridError]"):
+    def __init__(self, request: Request, queue: "asyncio.Queue[Delta | JhybridError]", grammar: object | None = None):
+        """`grammar` is held, so that the engine finds it compiled."""
         assert request.request_id is not None
-        self.request = request
+        self.request, self.grammar = request, grammar
         self.name = request.request_id
         self.loop = asyncio.get_running_loop()
         self.queue = queue
@@ -96,6 +98,7 @@ class Bridge:
         self._changed = threading.Condition()
         self._inbox: deque[tuple[Callable[[ServedEngine], Any], Future[Any]]] = deque()
         self._closing = False
+        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jhybrid-compile")
         self._thread = threading.Thread(target=self._run, name="jhybrid-engine", daemon=True)
 
     def start(self) -> None:
@@ -137,6 +140,8 @@ class Bridge:
     async def open(self, requests: Iterable[Request]) -> list[Stream]:
         """Check requests, away from the event loop as texts may be long, and queue them: all of them or none.
 
+        Grammars are compiled in threads of their own: one that takes long holds up nothing but others of its kind.
+
         Raises RequestError, QueueFullError, EngineDeadError or NotReadyError. Read `deltas` next, and `abandon` each
         stream whatever happens. A stream's request has its prompt as token ids.
         """
@@ -145,7 +150,8 @@ class Bridge:
         for request in requests:
             ids = await asyncio.to_thread(engine.intake.check, request)
             name = request.request_id or uuid.uuid4().hex
-            streams.append(Stream(replace(request, prompt=None, prompt_token_ids=ids, request_id=name), queue))
+            checked = replace(request, prompt=None, prompt_token_ids=ids, request_id=name)
+            streams.append(Stream(checked, queue, await self._grammar(engine, request)))
         try:
             await self.ask(lambda engine: self._submit(engine, streams))
         except asyncio.CancelledError:
@@ -153,6 +159,12 @@ class Bridge:
                 self.abandon(stream)
             raise
         return streams
+
+    async def _grammar(self, engine: ServedEngine, request: Request) -> object | None:
+        if request.sampling.structured_outputs is None:
+            return None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compilers, engine.intake.grammar, request)
 
     async def deltas(self, streams: Sequence[Stream]) -> AsyncIterator[Delta]:
         """What the engine adds to streams that were opened together, up to the last delta of each answer.
@@ -186,6 +198,7 @@ class Bridge:
         with self._changed:
             self._closing = True
             self._changed.notify()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 
 from jhybrid.errors import RequestError
 from jhybrid.request import MAX_LOGIT_BIAS, SCALARS, Request, SamplingParams
+from jhybrid_server.openai_formats import MOVED, RENAMES, ResponseFormat, StructuredOutputsBody, structured_outputs
 
 MAX_PROMPTS = 1024
 TOKEN_ID = re.compile(r"-?\d{1,19}")
@@ -72,7 +73,6 @@ Content = Annotated[str, BeforeValidator(_as_text)]
 NoSuffix = Annotated[Any, AfterValidator(_refused("text can only be continued, not filled in", ""))]
 NoTools = Annotated[Any, AfterValidator(_refused("this server parses no tool calls", []))]
 NoToolChoice = Annotated[Any, AfterValidator(_refused("this server parses no tool calls", "none"))]
-NoFormat = Annotated[Any, AfterValidator(_refused("answers are plain text", {"type": "text"}))]
 NoStore = Annotated[Any, AfterValidator(_refused("nothing is kept", False))]
 
 
@@ -109,6 +109,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -124,7 +126,7 @@ class GenerationBody(Body):
     @property
     def renames(self) -> dict[str, str]:
         """What fields of the engine's are called here."""
-        return {"prompt_token_ids": "prompt"}
+        return {"prompt_token_ids": "prompt"} | (RENAMES if self.structured_outputs is None else {})
 
     def check(self) -> None:
         """What fields mean together. RequestError."""
@@ -141,7 +143,8 @@ class GenerationBody(Body):
             if not TOKEN_ID.fullmatch(key):
                 raise RequestError("logit_bias", f"key {key[:40]!r} is no token id")
             bias[int(key)] = value
-        return SamplingParams(**given, **own, logit_bias=bias)
+        wanted = structured_outputs(self.response_format, self.structured_outputs)
+        return SamplingParams(**given, **own, logit_bias=bias, structured_outputs=wanted)
 
     def _hints(self) -> dict[str, Any]:
         return {
@@ -219,13 +222,16 @@ class ChatBody(GenerationBody):
     tools: NoTools = None
     tool_choice: NoToolChoice = None
     functions: NoTools = None
-    response_format: NoFormat = None
     store: NoStore = None
 
     @property
     def renames(self) -> dict[str, str]:
         names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
-        return names | ({"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else {})
+        return (
+            super().renames
+            | names
+            | ({"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else {})
+        )
 
     def check(self) -> None:
         super().check()
@@ -278,5 +284,6 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
     field = field[:200] or "body"
     if fault["type"] == "extra_forbidden":
-        raise RequestError(field, "is not a field that this server knows; remove it")
+        remedy = f"use {MOVED[field]}" if field in MOVED else "remove it"
+        raise RequestError(field, f"is not a field that this server knows; {remedy}")
     raise RequestError(field, fault["msg"].removeprefix("Value error, "))

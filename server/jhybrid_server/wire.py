@@ -8,6 +8,7 @@ from google.protobuf import json_format
 
 from jhybrid.errors import RequestError
 from jhybrid.request import SCALARS, Delta, Request, SamplingParams, TokenLogprobs
+from jhybrid.structured_outputs import StructuredOutputs
 from jhybrid_server.scoring import ContinuationScore, Question
 from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
@@ -61,6 +62,29 @@ def _sampling_to_wire(sampling: SamplingParams, message: pb.SamplingParams) -> N
     with _naming("logit_bias"):
         for token, bias in sampling.logit_bias.items():
             message.logit_bias[token] = bias
+    if sampling.structured_outputs is not None:
+        with _naming("structured_outputs"):
+            _structured_to_wire(sampling.structured_outputs, message.structured_outputs)
+
+
+def _structured_to_wire(wanted: StructuredOutputs, message: pb.StructuredOutputs) -> None:
+    kind = wanted.kind
+    if wanted.reasoning is not None:
+        raise RequestError("structured_outputs.reasoning", "is the server's to set; leave it out")
+    if kind == "choice":
+        message.choice.texts.extend(wanted.choice or ())
+        message.choice.SetInParent()
+    elif kind == "json":
+        message.json = wanted.json if isinstance(wanted.json, str) else wanted.schema_text()
+    else:
+        setattr(message, kind, getattr(wanted, kind))
+
+
+def _structured_from_wire(message: pb.StructuredOutputs) -> StructuredOutputs:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return StructuredOutputs()  # which the engine refuses
+    return StructuredOutputs(**{kind: list(message.choice.texts) if kind == "choice" else getattr(message, kind)})
 
 
 def request_from_wire(message: pb.GenerateRequest) -> Request:
@@ -177,6 +201,9 @@ def _sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         stop=list(message.stop) or None,
         stop_token_ids=list(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),
+        structured_outputs=(
+            _structured_from_wire(message.structured_outputs) if message.HasField("structured_outputs") else None
+        ),
     )
 
 

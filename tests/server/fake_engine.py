@@ -41,6 +41,9 @@ class FakeIntake:
             raise RequestError("prompt", f"{len(ids)} tokens leave no room in max_model_len={MAX_MODEL_LEN}")
         return list(ids)
 
+    def grammar(self, request: Request) -> None:
+        del request
+
 
 class FakeEngine:
     """At most `slots` requests run, others wait; every step adds one letter to each answer that runs."""

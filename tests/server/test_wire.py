@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Delta, Request, SamplingParams
+from jhybrid.structured_outputs import Reasoning, StructuredOutputs
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.wire import delta_from_wire, delta_to_wire, request_from_wire, request_to_wire
 
+structured = st.one_of(
+    st.builds(StructuredOutputs, json=st.text()),
+    st.just(StructuredOutputs(json_object=True)),
+    st.builds(StructuredOutputs, regex=st.text()),
+    st.builds(StructuredOutputs, choice=st.lists(st.text(), max_size=3)),
+    st.builds(StructuredOutputs, grammar=st.text()),
+)
 whole = st.integers(-(2**63), 2**63 - 1)
 number = st.floats(allow_nan=False)
 samplings = st.builds(
@@ -35,6 +43,7 @@ samplings = st.builds(
     include_stop_str_in_output=st.booleans(),
     ignore_eos=st.booleans(),
     skip_special_tokens=st.booleans(),
+    structured_outputs=st.none() | structured,
 )
 prompts = st.builds(lambda text: {"prompt": text}, st.text()) | st.builds(
     lambda ids: {"prompt_token_ids": ids}, st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5)
@@ -84,6 +93,15 @@ def test_prompt_missing():
         ("stop", {"sampling": SamplingParams(stop=[3])}),  # pyright: ignore[reportArgumentType]
         ("logit_bias", {"sampling": SamplingParams(logit_bias={"abc": 1.0})}),  # pyright: ignore[reportArgumentType]
         ("prompt", {"prompt": "a\ud800"}),
+        ("structured_outputs", {"sampling": SamplingParams(structured_outputs=StructuredOutputs())}),
+        (
+            "structured_outputs.reasoning",
+            {
+                "sampling": SamplingParams(
+                    structured_outputs=StructuredOutputs(regex="a", reasoning=Reasoning("", "", True))
+                )
+            },
+        ),
     ],
 )
 def test_what_the_wire_cannot_carry_is_refused_by_name(field: str, request_fields: dict):
