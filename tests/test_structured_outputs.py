@@ -21,7 +21,7 @@ from jhybrid.grammar import Grammars
 from jhybrid.request import Output, Request, SamplingParams
 from jhybrid.structured_outputs import Reasoning, StructuredOutputs
 from tests.toy_model import ToyRunner, expected_tokens, toy_engine
-from tests.toy_text import CONTROL, END, TEXTS, ToyTokenizer, talking_engine
+from tests.toy_tokenizer import CONTROL, END, TEXTS, ToyTokenizer, talking_engine
 
 OPTIONS: dict = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 CONFIG = EngineConfig(

@@ -227,11 +227,9 @@ class ChatBody(GenerationBody):
     @property
     def renames(self) -> dict[str, str]:
         names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
-        return (
-            super().renames
-            | names
-            | ({"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else {})
-        )
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return super().renames | names
 
     def check(self) -> None:
         super().check()

@@ -84,7 +84,8 @@ def _structured_from_wire(message: pb.StructuredOutputs) -> StructuredOutputs:
     kind = message.WhichOneof("kind")
     if kind is None:
         return StructuredOutputs()  # which the engine refuses
-    return StructuredOutputs(**{kind: list(message.choice.texts) if kind == "choice" else getattr(message, kind)})
+    given: dict[str, Any] = {kind: list(message.choice.texts) if kind == "choice" else getattr(message, kind)}
+    return StructuredOutputs(**given)
 
 
 def request_from_wire(message: pb.GenerateRequest) -> Request:

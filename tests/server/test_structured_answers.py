@@ -53,7 +53,7 @@ def test_a_schema_over_every_way(hybrid: Served, seed: int, temperature: float):
 @pytest.mark.parametrize(
     ("wanted", "pattern"),
     [
-        ({"regex": r"[A-Z]\w{2,5}, é+!"}, r"[A-Z]\w{2,5}, é+!"),
+        ({"regex": "[A-Z][a-z]{2,5}, é+!"}, "[A-Z][a-z]{2,5}, é+!"),
         ({"choice": ["yes", "né", "😀😀"]}, "yes|né|😀😀"),
         ({"grammar": 'start: "<" /[a-f]+/ ">"'}, "<[a-f]+>"),
         ({"grammar": 'root ::= "a" root "b" | "."'}, r"a*\.b*"),
@@ -95,13 +95,9 @@ def test_beside_others_and_in_several_answers(hybrid: Served):
     assert any(value < -3 for value in together[3][0]["logprobs"]["token_logprobs"]), "they are the model's own"
 
 
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}
 BAD: list[tuple[str, dict]] = [
-    (
-        "response_format.json_schema.schema",
-        {"response_format": _ | {"json_schema": {"name": "x", "schema": {"type": 3}}}},
-    )
-    for _ in [FORMAT]
-] + [
+    ("response_format.json_schema.schema", {"response_format": NO_SCHEMA}),
     ("response_format.json_schema.schema", {"response_format": FORMAT | {"json_schema": {"name": "x"}}}),
     ("structured_outputs.json", {"structured_outputs": {"json": {"type": "x"}}}),
     ("structured_outputs.regex", {"structured_outputs": {"regex": "("}}),
@@ -143,8 +139,5 @@ def test_the_openai_package(hybrid: Served):
         chosen = client.chat.completions.create(**options, extra_body=extra)
         assert chosen.choices[0].message.content in ("yes", "no")
         with pytest.raises(openai.BadRequestError) as bad:
-            client.chat.completions.create(
-                **options,
-                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}},
-            )
+            client.chat.completions.create(**options, response_format=NO_SCHEMA)
         assert bad.value.param == "response_format.json_schema.schema"

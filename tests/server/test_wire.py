@@ -20,6 +20,7 @@ structured = st.one_of(
     st.builds(StructuredOutputs, choice=st.lists(st.text(), max_size=3)),
     st.builds(StructuredOutputs, grammar=st.text()),
 )
+REASONED = StructuredOutputs(regex="a", reasoning=Reasoning("<", ">", True))
 whole = st.integers(-(2**63), 2**63 - 1)
 number = st.floats(allow_nan=False)
 samplings = st.builds(
@@ -96,11 +97,7 @@ def test_prompt_missing():
         ("structured_outputs", {"sampling": SamplingParams(structured_outputs=StructuredOutputs())}),
         (
             "structured_outputs.reasoning",
-            {
-                "sampling": SamplingParams(
-                    structured_outputs=StructuredOutputs(regex="a", reasoning=Reasoning("", "", True))
-                )
-            },
+            {"sampling": SamplingParams(structured_outputs=REASONED)},
         ),
     ],
 )
