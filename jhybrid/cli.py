@@ -272,6 +272,34 @@ class Inspect:
 
 
 @dataclass(frozen=True)
+class Convert:
+    """Write a Hugging Face directory as a native (Orbax) checkpoint, or a native one as a Hugging Face directory."""
+
+    source: Positional[str]
+    """Directory of the model, or demo."""
+    destination: Positional[Path]
+    """New or empty directory."""
+    dtype: str = "auto"
+    """auto as the checkpoint's config.json says | float32 | bfloat16."""
+    quantization: str = "auto"
+    """Weights in 8 bits: auto keeps them | none expands them | int8 | fp8 rounds plain ones."""
+    json: bool = False
+    """One JSON object."""
+
+    def run(self) -> None:
+        from jhybrid.weights.convert import convert
+
+        facts = convert(self.source, self.destination, dtype=self.dtype, quantization=self.quantization)
+        if self.json:
+            print(json.dumps(facts))
+            return
+        print(
+            f"{self.destination}: {facts['form']}, {facts['num_parameters']:,} parameters in {facts['bytes']:,} bytes, "
+            f"{facts['dtype']}" + (f", {facts['quantization']}" if facts["quantization"] else "")
+        )
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure the engine: prefill and decode tokens per second, host time per step, start-up."""
 
@@ -442,6 +470,7 @@ COMMANDS = {
     "eval": Eval,
     "batch": Batch,
     "inspect": Inspect,
+    "convert": Convert,
     "bench": Bench,
     "train": Train,
 }

@@ -14,6 +14,7 @@ PREFIX = "JHYBRID_"
 RESERVED = ("JHYBRID_CACHE_DIR",)
 """Those that every command reads."""
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class EngineConfig:
     """Hugging Face directory, Orbax directory, or `demo` for the embedded model."""
     dtype: str = "auto"
     """Weights and activations: auto | float32 | bfloat16. auto is float32 on CPU, else bfloat16."""
+    quantization: str = "auto"
+    """Weights in 8 bits: auto as the checkpoint has them | none expands to dtype | int8 | fp8 rounds while loading."""
     load_format: str = "auto"
     """auto reads the checkpoint; dummy gives random weights to a directory that has only a config.json."""
     max_model_len: int | None = None
@@ -82,6 +85,8 @@ class EngineConfig:
             raise ConfigError("compilation_cache_dir", f"must be a string, got {self.compilation_cache_dir!r}")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError("quantization", f"{self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError("load_format", f"{self.load_format!r} is not one of auto, dummy")
         if self.kv_cache_dtype not in DTYPES:

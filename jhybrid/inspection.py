@@ -15,7 +15,7 @@ from jhybrid.errors import OutOfMemoryError
 from jhybrid.models import abstract_params
 from jhybrid.runner import device_bytes_free
 from jhybrid.sampling import init_state
-from jhybrid.weights.load import choose_max_model_len, read_model
+from jhybrid.weights.load import choose_max_model_len, held_params, read_model
 
 
 def inspect_model(config: EngineConfig) -> dict[str, Any]:
@@ -26,6 +26,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     model_config, module, parts, dtype = read_model(config)
     max_model_len = choose_max_model_len(config, model_config)
     params = abstract_params(module)
+    weights = held_params(config, model_config, module, params)
     router = Router(parts)
     layers = [
         {
@@ -43,6 +44,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
         "model": config.model,
         "config": type(model_config).__name__,
         "dtype": dtype,
+        "quantization": sorted({str(a.dtype) for a in jax.tree.leaves(weights) if a.dtype.itemsize == 1}),
         "vocab_size": model_config.vocab_size,
         "hidden_size": model_config.hidden_size,
         "num_parameters": sum(a.size for a in jax.tree.leaves(params)),
@@ -50,7 +52,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
         "layers": layers,
         "bytes_per_slot": router.bytes_per_slot,
         "bytes_per_page": router.bytes_per_page,
-        "memory": _memory(config, router, max_model_len, tree_bytes(params), tree_bytes(sampler)),
+        "memory": _memory(config, router, max_model_len, tree_bytes(weights), tree_bytes(sampler)),
         "buckets": [
             {"kind": b.kind, "tokens": b.tokens, "seqs": b.seqs}
             for b in make_buckets(config.max_num_seqs, config.max_num_batched_tokens)

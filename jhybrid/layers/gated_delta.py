@@ -52,14 +52,12 @@ class GatedDeltaSpec:
     def sizes(self) -> dict[str, int]:
         """Rows of each part of `in_proj`, in order; the first three pass the convolution."""
         keys = self.num_k_heads * self.k_dim
-        return {
-            "q": keys,
-            "k": keys,
-            "v": self.inner_size,
-            "gate": self.bottleneck or self.inner_size,
-            "beta": self.num_v_heads,
-            "decay": self.bottleneck or self.decay_size,
-        }
+        return {"q": keys, "k": keys, "v": self.inner_size, "gate": self.bottleneck or self.inner_size}
+
+    @property
+    def control_sizes(self) -> dict[str, int]:
+        """Rows of each part of `control_proj`, in order: what says how much is written, and how much forgotten."""
+        return {"beta": self.num_v_heads, "decay": self.bottleneck or self.decay_size}
 
     @property
     def conv_size(self) -> int:
@@ -75,9 +73,9 @@ class GatedDeltaSpec:
 
 
 class GatedDelta(nn.Module):
-    """Parameters: `in_proj` (rows q | k | v | gate | beta | decay), `conv_weight` [D, K], `A_log` [H] and `dt_bias` [H]
-    or [H dk], both float32, `norm` [dv], `out_proj`; with a bottleneck also `decay_proj` and `gate_proj`, out of it.
-    Cache parts: `conv` and `delta`.
+    """Parameters: `in_proj` (rows q | k | v | gate), `control_proj` (rows beta | decay), `conv_weight` [D, K], `A_log`
+    [H] and `dt_bias` [H] or [H dk], both float32, `norm` [dv], `out_proj`; with a bottleneck also `decay_proj` and
+    `gate_proj`, out of it. Cache parts: `conv` and `delta`.
     """
 
     spec: GatedDeltaSpec
@@ -88,13 +86,15 @@ class GatedDelta(nn.Module):
     @nn.compact
     def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         """x [T, M] -> [T, M]."""
-        spec, sizes = self.spec, self.spec.sizes
-        projected = Linear(sum(sizes.values()), spec.hidden_size, self.dtype, name="in_proj")(x)
-        widths = [spec.conv_size, *(sizes[part] for part in ("gate", "beta"))]
-        qkv, gate, beta, decay = jnp.split(projected, [sum(widths[: n + 1]) for n in range(3)], axis=1)
+        spec = self.spec
+        projected = Linear(sum(spec.sizes.values()), spec.hidden_size, self.dtype, name="in_proj")(x)
+        qkv, gate = jnp.split(projected, [spec.conv_size], axis=1)
+        width = sum(spec.control_sizes.values())
+        control = Linear(width, spec.hidden_size, self.dtype, name="control_proj", exact=True)(x)
+        beta, decay = jnp.split(control, [spec.control_sizes["beta"]], axis=1)
         if spec.bottleneck is not None:
             gate = Linear(spec.inner_size, spec.bottleneck, self.dtype, name="gate_proj")(gate)
-            decay = Linear(spec.decay_size, spec.bottleneck, self.dtype, name="decay_proj")(decay)
+            decay = Linear(spec.decay_size, spec.bottleneck, self.dtype, name="decay_proj", exact=True)(decay)
         beta = jax.nn.sigmoid(beta.astype(jnp.float32)) * spec.beta_scale
         qkv, cache = self._convolve(qkv, cache, spans)
         o, cache = self._update(qkv, self._log_decay(decay), beta, cache, spans)  # [T, H, dv]
@@ -157,9 +157,9 @@ def gated_delta_names(
 ) -> list[TensorName]:
     """Tensors of one mixer; `hubs` are the spellings of its prefix in checkpoints.
 
-    `projections` and `convolutions` say of each tensor of a checkpoint which parts (as in `GatedDeltaSpec.sizes`) it
-    holds, one after the other; `interleaved` projections hold them key head by key head. `renamed` says what the
-    checkpoint calls `norm`, `out_proj`, `gate_proj` and `decay_proj`.
+    `projections` and `convolutions` say of each tensor of a checkpoint which parts (as in `GatedDeltaSpec.sizes` or
+    `.control_sizes`) it holds, one after the other; `interleaved` ones hold them key head by key head. `renamed` says
+    what the checkpoint calls `norm`, `out_proj`, `gate_proj` and `decay_proj`.
     """
 
     def spell(tensor: str) -> tuple[str, ...]:
@@ -168,12 +168,17 @@ def gated_delta_names(
     groups = spec.num_k_heads if interleaved else 1
     names = []
     for tensor, parts in projections.items():
-        for rows, file_rows in _shared_rows(spec, parts, groups):
-            at = (*path, "in_proj", "weight")
+        module, sizes = next(
+            (m, sizes)
+            for m, sizes in (("in_proj", spec.sizes), ("control_proj", spec.control_sizes))
+            if set(parts) <= sizes.keys()
+        )
+        for rows, file_rows in _shared_rows(sizes, parts, groups):
+            at = (*path, module, "weight")
             names.append(TensorName(spell(f"{tensor}.weight"), at, rows=rows, file_rows=file_rows))
     for tensor, parts in convolutions.items():
         shape = (sum(spec.sizes[part] for part in parts), 1, spec.conv_kernel)
-        for rows, file_rows in _shared_rows(spec, parts, 1):
+        for rows, file_rows in _shared_rows(spec.sizes, parts, 1):
             at = (*path, "conv_weight")
             names.append(TensorName(spell(f"{tensor}.weight"), at, rows=rows, file_rows=file_rows, file_shape=shape))
     A_log = None if spec.bottleneck is None else (1, 1, spec.num_v_heads, 1)
@@ -185,10 +190,10 @@ def gated_delta_names(
 
 
 def _shared_rows(
-    spec: GatedDeltaSpec, parts: tuple[str, ...], groups: int
+    sizes: Mapping[str, int], parts: tuple[str, ...], groups: int
 ) -> Iterator[tuple[tuple[int, int], FileRows]]:
-    """Of each part that a tensor holds: its rows in `in_proj` (or of the convolution), and those in the tensor."""
-    order, sizes = list(spec.sizes), spec.sizes
+    """Of each part that a tensor holds: its rows in a projection of `sizes`, and those in the tensor."""
+    order = list(sizes)
     total, done = sum(sizes[part] for part in parts) // groups, 0
     for part in parts:
         start = sum(sizes[earlier] for earlier in order[: order.index(part)])

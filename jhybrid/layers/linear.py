@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jhybrid.layers.parameter import parameter
+from jhybrid.layers.parameter import Scaled, parameter, weight
+from kernels_pallas.scaled_matmul import scaled_matmul
 
 INIT_STD = 0.02  # standard deviation of fresh weights; projections back into the residual use less (`out_std`)
 
@@ -15,27 +16,33 @@ def out_std(num_branches: int) -> float:
     return INIT_STD / num_branches**0.5
 
 
-def linear(x: Array, weight: Array, dtype: jnp.dtype | None = None) -> Array:
+def linear(x: Array, weight: Array | Scaled, dtype: jnp.dtype | None = None) -> Array:
     """x [..., I] times weight [O, I] -> [..., O], in x's dtype or in `dtype`."""
+    if isinstance(weight, Scaled):
+        assert dtype is None and x.ndim == 2, (dtype, x.shape)
+        return scaled_matmul(x, *weight)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
 
 
 class Linear(nn.Module):
-    """y = x W^T (+ b). Parameters: `weight` [out, in], `bias` [out] where asked."""
+    """y = x W^T (+ b). Parameters: `weight` [out, in], `bias` [out] where asked.
+
+    An `exact` one is never quantised: what it gives is exponentiated or decides something, and it is small.
+    """
 
     out_features: int
     in_features: int
     dtype: jnp.dtype
     bias: bool = False
     init_std: float = INIT_STD
+    exact: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., in] -> [..., out]."""
-        shape = (self.out_features, self.in_features)
-        weight = parameter(self, "weight", nn.initializers.normal(self.init_std), shape, self.dtype)
-        y = linear(x, weight)
+        shape, declare = (self.out_features, self.in_features), parameter if self.exact else weight
+        y = linear(x, declare(self, "weight", nn.initializers.normal(self.init_std), shape, self.dtype))
         if self.bias:
             y = y + parameter(self, "bias", nn.initializers.zeros, (self.out_features,), self.dtype)
         return y

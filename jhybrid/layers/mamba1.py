@@ -80,10 +80,11 @@ class Mamba1(nn.Module):
 
     def _scan(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec, inner = self.spec, (self.spec.inner_size,)
-        projected = Linear(spec.dt_rank + 2 * spec.state_size, spec.inner_size, self.dtype, name="x_proj")(x)
+        width = spec.dt_rank + 2 * spec.state_size
+        projected = Linear(width, spec.inner_size, self.dtype, name="x_proj", exact=True)(x)
         parts = jnp.split(projected, [spec.dt_rank, spec.dt_rank + spec.state_size], axis=1)
         dt, B, C = (self._normalise(a, name) for a, name in zip(parts, NORMED, strict=True))
-        dt = Linear(spec.inner_size, spec.dt_rank, self.dtype, name="dt_proj")(dt)
+        dt = Linear(spec.inner_size, spec.dt_rank, self.dtype, name="dt_proj", exact=True)(dt)
         dt_bias = parameter(self, "dt_bias", inverse_softplus_of_log_uniform(*spec.dt_init), inner, jnp.float32)
         dt = step_size(dt, dt_bias, (0.0, float("inf")), spans)
         A = -jnp.exp(parameter(self, "A_log", _log_of_count, (*inner, spec.state_size), jnp.float32))

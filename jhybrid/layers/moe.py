@@ -9,7 +9,7 @@ from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, linear
 from jhybrid.layers.mlp import GATE_UP_DOWN, activate
-from jhybrid.layers.parameter import parameter
+from jhybrid.layers.parameter import Scaled, parameter, weight
 from jhybrid.weights.names import TensorName
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.spans import Spans
@@ -105,8 +105,8 @@ class Experts(nn.Module):
         name, width = ("gate_up_proj", 2) if spec.gated else ("up_proj", 1)
         up_shape = (spec.num_experts, width * spec.intermediate_size, spec.input_size)
         down_shape = (spec.num_experts, spec.input_size, spec.intermediate_size)
-        up = parameter(self, name, nn.initializers.normal(INIT_STD), up_shape, self.dtype)
-        down = parameter(self, "down_proj", nn.initializers.normal(self.out_std), down_shape, self.dtype)
+        up = weight(self, name, nn.initializers.normal(INIT_STD), up_shape, self.dtype)
+        down = weight(self, "down_proj", nn.initializers.normal(self.out_std), down_shape, self.dtype)
         if spans.kind != "dense":
             # an expert id past the last one sorts behind every group, and belongs to none
             experts = jnp.where(spans.token_valid()[:, None], experts, spec.num_experts)
@@ -114,10 +114,16 @@ class Experts(nn.Module):
         order = jnp.argsort(flat, stable=True)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
         sizes = jnp.bincount(flat, length=spec.num_experts + 1)[:-1].astype(jnp.int32)
-        h = grouped_matmul(x[order // spec.top_k], up, sizes)
+        h = _by_expert(x[order // spec.top_k], up, sizes)
         h = activate(h, spec.activation, spec.gated)
-        y = grouped_matmul(h, down, sizes)[place].reshape(-1, spec.top_k, spec.input_size)  # [T, k, D]
+        y = _by_expert(h, down, sizes)[place].reshape(-1, spec.top_k, spec.input_size)  # [T, k, D]
         return jnp.einsum("tkd,tk->td", y.astype(jnp.float32), weights).astype(x.dtype)
+
+
+def _by_expert(x: Array, weight: Array | Scaled, sizes: Array) -> Array:
+    if isinstance(weight, Scaled):
+        return grouped_matmul(x, weight.values, sizes, weight.scale)
+    return grouped_matmul(x, weight, sizes)
 
 
 def gated_expert_names(

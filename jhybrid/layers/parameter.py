@@ -1,7 +1,7 @@
 """Parameters of modules, looked up without tracing their initialisers. Layers declare theirs through this."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,6 +19,37 @@ def parameter(module: nn.Module, name: str, init: Callable[..., Array], shape: t
     value = module.get_variable("params", name)
     assert value.shape == shape, (module.path, name, value.shape, shape)
     return value
+
+
+class Scaled(NamedTuple):
+    """A weight of 8 bits per number, [..., O, I], and its scales [..., O, C], each for I / C columns of a row."""
+
+    values: Array
+    scale: Array
+
+
+QUANTISABLE = "quantisable"
+"""Collection, filled by `init` alone, in which layers name the parameters that may be quantised."""
+
+
+def scale_of(name: str) -> str:
+    """What a quantised parameter's scales are called, which lie beside it in the tree."""
+    return f"{name}_scale"
+
+
+def weight(
+    module: nn.Module, name: str, init: Callable[..., Array], shape: tuple[int, ...], dtype: Any
+) -> Array | Scaled:
+    """A parameter of shape [..., O, I] that is used in products alone, and so may be quantised."""
+    initialising = not module.has_variable("params", name)
+    values = parameter(module, name, init, shape, dtype)
+    if initialising:
+        module.put_variable(QUANTISABLE, name, ())
+    if not module.has_variable("params", scale_of(name)):
+        return values
+    scale = module.get_variable("params", scale_of(name))
+    assert scale.shape[:-1] == shape[:-1] and shape[-1] % scale.shape[-1] == 0, (module.path, name, scale.shape, shape)
+    return Scaled(values, scale)
 
 
 def uniform(bound: float) -> Callable[..., Array]:

@@ -18,7 +18,7 @@ from jhybrid.models import (
     qwen3_next,
     zamba2,
 )
-from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params
+from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params, quantisable_params
 from jhybrid.models.hf_config import load_json
 
 _ALL = (
@@ -125,5 +125,6 @@ __all__ = [
     "family_for",
     "family_of",
     "init_params",
+    "quantisable_params",
     "read_config",
 ]

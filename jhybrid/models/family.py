@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import NoCache, Part
+from jhybrid.layers.parameter import QUANTISABLE
 from jhybrid.weights.names import TensorName
+from jhybrid.weights.places import leaves
 from kernels_pallas.spans import dense_spans
 
 
@@ -60,11 +62,20 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     return jax.eval_shape(lambda: _init(module, jax.random.key(0)))
 
 
+def quantisable_params(module: nn.Module) -> frozenset[tuple[str, ...]]:
+    """Paths of the parameters that may be held in 8 bits, as their layers declare. Nothing is allocated."""
+    declared = jax.eval_shape(lambda: module.init(jax.random.key(0), *_example()).get(QUANTISABLE, {}))
+    return frozenset(path for path, _ in leaves(declared))
+
+
 def init_params(module: nn.Module, key: Array) -> dict[str, Any]:
     """Fresh parameters, fit to train from; the same key gives the same ones."""
     return jax.jit(lambda k: _init(module, k))(key)
 
 
 def _init(module: nn.Module, key: Array) -> dict[str, Any]:
-    variables = module.init(key, jnp.zeros(2, jnp.int32), NoCache(), dense_spans(1, 2))
-    return dict(variables["params"])
+    return dict(module.init(key, *_example())["params"])
+
+
+def _example() -> tuple[Any, ...]:
+    return jnp.zeros(2, jnp.int32), NoCache(), dense_spans(1, 2)

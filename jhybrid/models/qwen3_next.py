@@ -162,7 +162,7 @@ class Moe(nn.Module):
         routed = Experts(moe.experts, self.dtype, self.out_std, name="experts")(x, chosen, weights, spans)
         sizes = (config.hidden_size, moe.shared_intermediate_size, config.activation)
         shared = Mlp(*sizes, gated=True, dtype=self.dtype, out_std=self.out_std, name="shared_expert")(x)
-        gate = Linear(1, config.hidden_size, self.dtype, name="shared_expert_gate")(x)  # [T, 1]
+        gate = Linear(1, config.hidden_size, self.dtype, name="shared_expert_gate", exact=True)(x)  # [T, 1]
         return routed + shared * jax.nn.sigmoid(gate)
 
 

@@ -101,8 +101,8 @@ class Adapter(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [T, in] -> [T, out]."""
-        h = Linear(self.rank, x.shape[1], self.dtype, name="down")(x)
-        return Linear(self.out_features, self.rank, self.dtype, name="up")(h)
+        h = Linear(self.rank, x.shape[1], self.dtype, name="down", exact=True)(x)
+        return Linear(self.out_features, self.rank, self.dtype, name="up", exact=True)(h)
 
 
 class Adapters(nn.Module):

@@ -20,13 +20,12 @@ from jhybrid.cache.tuning import Tuner
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
 from jhybrid.executables import Executables
-from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, read_config
-from jhybrid.models.hf_config import load_json
+from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, quantisable_params, read_config
 from jhybrid.runner import Runner
 from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from jhybrid.weights.orbax import is_orbax, load_orbax
-from jhybrid.weights.quantised import read_quantisation
+from jhybrid.weights.quantised import Kind, Scheme, held_shapes, read_quantisation, rounded_params
 from jhybrid.weights.safetensors import load_safetensors
 
 log = logging.getLogger("jhybrid")
@@ -90,7 +89,7 @@ def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple
     """A model's config, module, the cache parts of its layers, and dtype. Reads no weights."""
     directory = find_model(config.model)
     model_config = read_config(directory)
-    read_quantisation(load_json(directory / "config.json"))  # refuses what the loader cannot read
+    read_scheme(config)  # refuses what the loader cannot read
     dtype = _dtype(config.dtype)
     module = family_for(model_config).module(model_config, jnp.dtype(dtype))
     # XLA's CPU code updates a 16-bit array by way of float32 copies of the whole of it.
@@ -117,15 +116,7 @@ def load_model(config: EngineConfig) -> Model:
     model_config, module, parts, dtype = read_model(config)
     max_model_len = choose_max_model_len(config, model_config)
     shapes = abstract_params(module)
-    if config.load_format == "dummy":
-        params = init_params(module, jax.random.key(config.base_seed))
-    elif is_orbax(directory):
-        params = load_orbax(directory, shapes)
-    else:
-        names = family_for(model_config).weight_names(model_config)
-        ignored = (*IGNORED, r"lm_head\.weight") if model_config.tie_word_embeddings else IGNORED
-        quantised = read_quantisation(load_json(directory / "config.json"))
-        params = load_safetensors(directory, shapes, names, ignored=ignored, quantised=quantised)
+    params = load_params(config, model_config, module, shapes)
     tokenizer = load_tokenizer(directory)
     own = tokenizer.eos_token_ids[:1] if tokenizer else ()
     model = Model(
@@ -140,10 +131,56 @@ def load_model(config: EngineConfig) -> Model:
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
         dtype=dtype,
-        num_parameters=sum(a.size for a in jax.tree.leaves(params)),
+        num_parameters=sum(a.size for a in jax.tree.leaves(shapes)),
     )
     log.info("loaded %s: %d parameters in %.2f s", config.model, model.num_parameters, time.perf_counter() - started)
     return model
+
+
+def read_scheme(config: EngineConfig) -> tuple[Scheme | None, Kind | None]:
+    """How the checkpoint's tensors are quantised, and to what plain ones are rounded.
+
+    Raises ConfigError for a scheme that is not read, and if a checkpoint of one kind is asked for in the other.
+    """
+    asked = config.quantization
+    kind: Kind | None = asked if asked in ("int8", "fp8") else None  # pyright: ignore[reportAssignmentType]
+    scheme = read_quantisation(find_model(config.model))
+    if scheme is None or kind is None:
+        return scheme, kind
+    if scheme.kind != kind:
+        raise ConfigError("quantization", f"{asked} of a checkpoint that is {scheme.kind} already; use auto, or none")
+    return scheme, None
+
+
+def load_params(config: EngineConfig, model_config: ModelConfig, module: nn.Module, shapes: Any) -> dict[str, Any]:
+    """The parameters of a model, in the dtypes and shardings of `shapes`, quantised as the configuration says."""
+    directory = find_model(config.model)
+    scheme, quantise = read_scheme(config)
+    quantisable = frozenset() if config.quantization == "none" else quantisable_params(module)
+    if config.load_format == "dummy":
+        params = init_params(module, jax.random.key(config.base_seed))
+        return params if quantise is None else rounded_params(params, quantisable, quantise)
+    if is_orbax(directory):
+        return load_orbax(directory, shapes, quantisable=quantisable, quantise=quantise)
+    names = family_for(model_config).weight_names(model_config)
+    ignored = (*IGNORED, r"lm_head\.weight") if model_config.tie_word_embeddings else IGNORED
+    of = {"scheme": scheme, "quantisable": quantisable, "quantise": quantise}
+    return load_safetensors(directory, shapes, names, ignored=ignored, **of)
+
+
+def held_params(config: EngineConfig, model_config: ModelConfig, module: nn.Module, shapes: Any) -> dict[str, Any]:
+    """What `load_params` gives, as shapes, as far as the configuration alone tells what a checkpoint has in 8 bits."""
+    scheme, quantise = read_scheme(config)
+    if config.quantization == "none" or (scheme is None and quantise is None):
+        return shapes
+    tensors: dict[tuple[str, ...], list[str]] = {}
+    for name in family_for(model_config).weight_names(model_config):
+        tensors.setdefault(name.path, []).append(name.names[0])
+    kind, paths = quantise or (scheme and scheme.kind), quantisable_params(module)
+    assert kind is not None
+    if scheme is not None:
+        paths = {path for path in paths if not any(map(scheme.excludes, tensors[path]))}
+    return held_shapes(shapes, dict.fromkeys(paths, kind), scheme)
 
 
 def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

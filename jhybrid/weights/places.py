@@ -10,10 +10,10 @@ import numpy as np
 
 from jhybrid.weights.names import TensorName
 
-Path = tuple[str, ...]
+Place = tuple[str, ...]
 
 
-def leaves(tree: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(tree: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, Any]]:
     """(path, leaf) of every leaf of a nested dict, in order."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -22,7 +22,7 @@ def leaves(tree: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]
             yield (*at, key), value
 
 
-def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
+def nest(flat: Mapping[Place, Any]) -> dict[str, Any]:
     """The nested dict whose `leaves` are `flat`."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
@@ -33,7 +33,7 @@ def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def dotted(path: Path) -> str:
+def dotted(path: Place) -> str:
     """How messages write a parameter's path."""
     return ".".join(path)
 

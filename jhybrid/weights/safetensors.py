@@ -4,13 +4,14 @@ Everything that can be wrong is found from the headers, before any tensor is rea
 """
 
 import json
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +19,35 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
 from jhybrid.errors import WeightsError
+from jhybrid.layers.parameter import scale_of
 from jhybrid.weights.names import TensorName
-from jhybrid.weights.places import Coverage, dotted, leaves, nest, same_but_for_ones, slices, stored_shape, taken, whole
-from jhybrid.weights.quantised import EIGHT_BIT, BlockScales, read_eight_bits
+from jhybrid.weights.places import (
+    Coverage,
+    Place,
+    dotted,
+    leaves,
+    nest,
+    same_but_for_ones,
+    slices,
+    stored_shape,
+    taken,
+    whole,
+)
+from jhybrid.weights.quantised import (
+    LEAST_RUN,
+    PACKED,
+    STORED,
+    UNUSED,
+    VALUES,
+    Kind,
+    Numbers,
+    Scheme,
+    read_eight_bits,
+    unpacked,
+)
+from jhybrid.weights.sharding import along_rows
+
+log = logging.getLogger("jhybrid")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,6 +62,19 @@ class Stored:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    packed: bool = False
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether it needs scales."""
+        return self.dtype in STORED.values()
+
+
+class Form(NamedTuple):
+    """How a parameter is held in 8 bits: the dtype of its values, and the columns that share a scale."""
+
+    values: np.dtype
+    run: int
 
 
 @dataclass
@@ -75,15 +115,18 @@ def load_safetensors(
     names: Sequence[TensorName],
     *,
     ignored: Sequence[str] = (),
-    quantised: BlockScales | None = None,
+    scheme: Scheme | None = None,
+    quantisable: Collection[Place] = (),
+    quantise: Kind | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Read the checkpoint in `directory` into the tree of `abstract_params`.
 
     `abstract_params` is a nested dict of `jax.ShapeDtypeStruct`; each leaf's dtype is converted to, and its
     sharding, if it has one, is where it goes. `names` must fill every element exactly once. `ignored` are regular
-    expressions; a tensor that no name wants and one of them matches in full is left alone. `quantised` says how
-    tensors of 8 bits are scaled. `progress` draws a bar.
+    expressions; a tensor that no name wants and one of them matches in full is left alone. `progress` draws a bar.
+    `scheme` says how tensors of 8 bits are scaled. A parameter of `quantisable` whose tensors all are stays as it is,
+    with its scales beside it; others are expanded. `quantise` rounds those of `quantisable` that are plain.
 
     Returns a nested dict of jax arrays. Host memory above the model itself stays at about one parameter.
 
@@ -93,9 +136,12 @@ def load_safetensors(
     directory = Path(directory)
     files, indexed = _shards(directory)
     stored = _read_headers(files, indexed)
+    if scheme is not None:
+        stored, ignored = _with_packed(stored), (*ignored, *UNUSED)
     targets = dict(leaves(abstract_params))
-    chosen = _match(directory, targets, names, stored, ignored, quantised)
-    return nest(_stream(files, stored, targets, chosen, quantised, progress))
+    chosen = _match(directory, targets, names, stored, ignored, scheme)
+    forms = _forms(targets, chosen, stored, scheme, quantisable, quantise)
+    return nest(_stream(files, stored, Filling(targets, chosen, forms), chosen, scheme, progress))
 
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
@@ -182,18 +228,30 @@ def _read_headers(files: Sequence[Path], indexed: Mapping[str, str]) -> dict[str
     return stored
 
 
+def _with_packed(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same, with tensors that are packed under the name and in the shape of what they hold."""
+    seen = {}
+    for name, header in stored.items():
+        if name.endswith(PACKED) and header.dtype == "I32" and len(header.shape) == 2:
+            shape = (header.shape[0], 4 * header.shape[1])
+            seen[name.removesuffix(PACKED)] = Stored(header.file, shape, STORED["int8"], packed=True)
+        else:
+            seen[name] = header
+    return seen
+
+
 def _match(
     directory: Path,
-    targets: Mapping[tuple[str, ...], Any],
+    targets: Mapping[Place, Any],
     names: Sequence[TensorName],
     stored: Mapping[str, Stored],
     ignored: Sequence[str],
-    quantised: BlockScales | None,
+    scheme: Scheme | None,
 ) -> dict[str, list[TensorName]]:
     """Checkpoint tensor -> the places it fills. Raises WeightsError with all faults together."""
     faults = Faults()
     chosen: dict[str, list[TensorName]] = {}
-    by_path: dict[tuple[str, ...], list[TensorName]] = {path: [] for path in targets}
+    by_path: dict[Place, list[TensorName]] = {path: [] for path in targets}
     for name in names:
         assert name.path in by_path, f"{name} names a parameter that the model does not have"
         by_path[name.path].append(name)
@@ -216,7 +274,7 @@ def _match(
     for tensor, places in chosen.items():
         assert whole(places), f"{tensor} is not used wholly and once: {places}"
     harmless = [re.compile(pattern) for pattern in ignored]
-    used = chosen.keys() | _check_scales(chosen, stored, quantised, faults)
+    used = chosen.keys() | _check_scales(chosen, stored, scheme, faults)
     faults.unexpected += [n for n in stored if n not in used and not any(p.fullmatch(n) for p in harmless)]
     faults.report(directory)
     return chosen
@@ -227,93 +285,167 @@ def _check_fit(spelling: str, found: Stored, name: TensorName, target: Any, faul
     shape = stored_shape(name, tuple(target.shape))
     if not same_but_for_ones(found.shape, shape):
         faults.misshapen.append(f"{spelling}: {list(found.shape)}, {dotted(name.path)} needs {list(shape)}")
-    if found.dtype not in (*FLOATS, EIGHT_BIT):
+    if found.dtype not in FLOATS and not found.eight_bits:
         faults.unreadable.append(f"{spelling}: {found.dtype}, only {', '.join(FLOATS)} are read")
 
 
 def _check_scales(
-    tensors: Iterable[str], stored: Mapping[str, Stored], quantised: BlockScales | None, faults: Faults
+    tensors: Iterable[str], stored: Mapping[str, Stored], scheme: Scheme | None, faults: Faults
 ) -> set[str]:
     """The scales that belong to tensors of 8 bits. Notes a tensor without, and scales of a wrong shape or dtype."""
     scales = set()
     for tensor in tensors:
-        if stored[tensor].dtype != EIGHT_BIT:
+        found = stored[tensor]
+        if not found.eight_bits:
             continue
-        if quantised is None:
-            faults.unreadable.append(f"{tensor}: {EIGHT_BIT}, but config.json has no quantization_config")
+        if scheme is None:
+            faults.unreadable.append(f"{tensor}: {found.dtype}, but config.json has no quantization_config")
             continue
-        if len(stored[tensor].shape) < 2:
-            faults.unreadable.append(
-                f"{tensor}: {EIGHT_BIT} of shape {list(stored[tensor].shape)}, which has no blocks"
-            )
+        if found.dtype != STORED[scheme.kind]:
+            faults.unreadable.append(f"{tensor}: {found.dtype}, config.json's scheme has {STORED[scheme.kind]}")
             continue
-        name, shape = quantised.scale_name(tensor), quantised.scale_shape(stored[tensor].shape)
+        if len(found.shape) < 2:
+            faults.unreadable.append(f"{tensor}: {found.dtype} of shape {list(found.shape)}, which has no rows")
+            continue
+        name, shapes = _scales_of(tensor, stored, scheme), scheme.scale_shapes(found.shape)
+        if name is None:
+            faults.missing.append(" or ".join(scheme.scale_names(tensor)))
+            continue
         scales.add(name)
-        if name not in stored:
-            faults.missing.append(name)
-        elif stored[name].shape != shape:
-            faults.misshapen.append(f"{name}: {list(stored[name].shape)}, {tensor} needs {list(shape)}")
+        if not any(same_but_for_ones(stored[name].shape, shape) for shape in shapes):
+            needed = " or ".join(str(list(shape)) for shape in shapes)
+            faults.misshapen.append(f"{name}: {list(stored[name].shape)}, {tensor} needs {needed}")
         elif stored[name].dtype not in FLOATS:
             faults.unreadable.append(f"{name}: {stored[name].dtype}, only {', '.join(FLOATS)} are read")
     return scales
 
 
+def _scales_of(tensor: str, stored: Mapping[str, Stored], scheme: Scheme) -> str | None:
+    return next((name for name in scheme.scale_names(tensor) if name in stored), None)
+
+
+def _forms(
+    targets: Mapping[Place, Any],
+    chosen: Mapping[str, Sequence[TensorName]],
+    stored: Mapping[str, Stored],
+    scheme: Scheme | None,
+    quantisable: Collection[Place],
+    quantise: Kind | None,
+) -> dict[Place, Form]:
+    """The parameters that are held in 8 bits. Says which others have tensors that are."""
+    filled: dict[Place, list[bool]] = {path: [] for path in targets}
+    for tensor, places in chosen.items():
+        for name in places:
+            filled[name.path].append(stored[tensor].eight_bits)
+    forms, expanded = {}, []
+    for path, eight_bits in filled.items():
+        columns = targets[path].shape[-1] if targets[path].shape else 0
+        if path in quantisable and scheme is not None and all(eight_bits) and scheme.run(columns) >= LEAST_RUN:
+            forms[path] = Form(VALUES[scheme.kind], scheme.run(columns))
+        elif path in quantisable and quantise is not None:
+            forms[path] = Form(VALUES[quantise], columns)
+        elif path in quantisable and any(eight_bits):
+            expanded.append(dotted(path))
+    if expanded:
+        log.warning(
+            "%d parameter(s) are expanded, because they also hold tensors that are not quantised, or scales of under "
+            "%d columns: %s",
+            len(expanded),
+            LEAST_RUN,
+            _some(expanded, 3),
+        )
+    return forms
+
+
 class Filling:
-    """The parameters while they fill: a host buffer for each that has begun, a device array for each that is full."""
+    """The parameters while they fill: host buffers for each that has begun, device arrays for each that is full.
 
-    def __init__(self, targets: Mapping[tuple[str, ...], Any], chosen: Mapping[str, Sequence[TensorName]]):
-        self._targets = targets
+    A parameter with a form has two, its values and its scales, whose rows are filled alike.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[Place, Any],
+        chosen: Mapping[str, Sequence[TensorName]],
+        forms: Mapping[Place, Form],
+    ):
+        self._targets, self._forms = targets, forms
         self._left = Counter(name.path for places in chosen.values() for name in places)
-        self._buffers: dict[tuple[str, ...], np.ndarray] = {}
-        self.params: dict[tuple[str, ...], Any] = dict.fromkeys(targets)
+        self._buffers: dict[Place, list[np.ndarray]] = {}
+        self.params: dict[Place, Any] = dict.fromkeys(targets)
 
-    def put(self, name: TensorName, tensor: np.ndarray) -> None:
-        """Copy a tensor to its place, in the parameter's dtype. A full parameter's buffer is let go."""
-        target = self._targets[name.path]
-        if name.path not in self._buffers:
-            self._buffers[name.path] = np.empty(target.shape, target.dtype)
-        view = self._buffers[name.path][slices(name)]
-        np.copyto(view, taken(name, tensor).reshape(view.shape), casting="unsafe")
-        self._left[name.path] -= 1
-        if not self._left[name.path]:
-            array = jax.device_put(self._buffers.pop(name.path), target.sharding)
-            self.params[name.path] = array.block_until_ready()  # else buffers in flight pile up on the host
+    def put(self, tensor: Numbers, places: Iterable[TensorName]) -> None:
+        """Copy a tensor to its places, in the parameters' dtypes. A full parameter's buffers are let go."""
+        made: dict[np.dtype, list[np.ndarray]] = {}
+        for name in places:
+            form, dtype = self._forms.get(name.path), np.dtype(self._targets[name.path].dtype)
+            wanted = dtype if form is None else form.values
+            if wanted not in made:
+                made[wanted] = [tensor.whole(dtype)] if form is None else tensor.rounded(form.values)
+            self._copy(name, made[wanted])
+
+    def _copy(self, name: TensorName, tensors: Sequence[np.ndarray]) -> None:
+        path = name.path
+        if path not in self._buffers:
+            self._buffers[path] = [np.empty(shape, dtype) for shape, dtype in self._held(path)]
+        for buffer, tensor in zip(self._buffers[path], tensors, strict=True):
+            view = buffer[slices(name)]
+            np.copyto(view, taken(name, tensor).reshape(view.shape), casting="unsafe")
+        self._left[path] -= 1
+        if not self._left[path]:
+            sharding = self._targets[path].sharding
+            shardings = sharding, sharding and along_rows(sharding)
+            paths = path, (*path[:-1], scale_of(path[-1]))
+            for at, buffer, where in zip(paths, self._buffers.pop(path), shardings, strict=False):
+                # waited for, else buffers in flight pile up on the host
+                self.params[at] = jax.device_put(buffer, where).block_until_ready()
+
+    def _held(self, path: Place) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shapes and dtypes of a parameter's buffers."""
+        target, form = self._targets[path], self._forms.get(path)
+        if form is None:
+            return [(target.shape, target.dtype)]
+        *rows, columns = target.shape
+        return [(target.shape, form.values), ((*rows, columns // form.run), np.dtype(np.float32))]
 
 
 def _stream(
     files: Sequence[Path],
     stored: Mapping[str, Stored],
-    targets: Mapping[tuple[str, ...], Any],
+    filling: Filling,
     chosen: Mapping[str, Sequence[TensorName]],
-    quantised: BlockScales | None,
+    scheme: Scheme | None,
     progress: bool,
-) -> dict[tuple[str, ...], jax.Array]:
+) -> dict[Place, jax.Array]:
     """Read shard after shard, within a shard parameter after parameter, so that few buffers are open at once."""
     by_file: dict[Path, list[str]] = {path: [] for path in files}
     for tensor in chosen:
         by_file[stored[tensor].file].append(tensor)
-    filling = Filling(targets, chosen)
     with Progress(disable=not progress, transient=True) as bar:
         task = bar.add_task("loading weights", total=len(chosen))
         for path, tensors in by_file.items():
             with _opened(path) as file:
                 for tensor in tensors:
-                    if quantised is not None and stored[tensor].dtype == EIGHT_BIT:
-                        array = _expanded(tensor, stored, quantised)
-                    else:
-                        array = file.get_tensor(tensor)
-                    for name in chosen[tensor]:
-                        filling.put(name, array)
+                    filling.put(_numbers(file, tensor, stored, scheme), chosen[tensor])
                     bar.advance(task)
     return filling.params
 
 
-def _expanded(tensor: str, stored: Mapping[str, Stored], quantised: BlockScales) -> np.ndarray:
-    """The numbers that a tensor of 8 bits stands for; its scales may lie in another shard."""
-    name = quantised.scale_name(tensor)
-    with _opened(stored[name].file) as file:
-        scales = file.get_tensor(name)
-    return quantised.expand(read_eight_bits(stored[tensor].file, tensor), scales)
+def _numbers(file: Any, tensor: str, stored: Mapping[str, Stored], scheme: Scheme | None) -> Numbers:
+    """A tensor of an open file; its scales may lie in another shard."""
+    header = stored[tensor]
+    if scheme is None or not header.eight_bits:
+        return Numbers(file.get_tensor(tensor))
+    if header.packed:
+        values = unpacked(file.get_tensor(f"{tensor}{PACKED}"))
+    elif scheme.kind == "fp8":
+        values = read_eight_bits(header.file, tensor)
+    else:
+        values = file.get_tensor(tensor)
+    name = _scales_of(tensor, stored, scheme)
+    assert name is not None, tensor
+    with _opened(stored[name].file) as beside:
+        return Numbers(values, scheme.by_row(beside.get_tensor(name), header.shape))
 
 
 def _listing(what: str, names: Sequence[str]) -> str:

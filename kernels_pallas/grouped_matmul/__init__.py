@@ -13,15 +13,18 @@ IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "xla": xla.grouped_mat
 
 
 @partial(jax.jit, static_argnames=("implementation",))
-def grouped_matmul(x: Array, weight: Array, group_sizes: Array, *, implementation: str = "xla") -> Array:
+def grouped_matmul(
+    x: Array, weight: Array, group_sizes: Array, scale: Array | None = None, *, implementation: str = "xla"
+) -> Array:
     """`y[t] = weight[g(t)] @ x[t]`, accumulated in float32.
 
     Args:
       x: [T, I], the rows of group 0 first, then those of group 1, and so on.
       weight: [E, O, I], (out, in) as checkpoints store it.
       group_sizes: [E] int32, rows of each group; may sum to less than T.
+      scale: [E, O, C] float32 of a weight of 8 bits per number, as in `scaled_matmul`; not differentiable with one.
 
     Returns [T, O] in x's dtype; rows past the sum of `group_sizes` are exactly 0, whatever they hold in `x`.
     """
     run: Any = choose("grouped_matmul", IMPLEMENTATIONS, implementation)
-    return run(x, weight, group_sizes)
+    return run(x, weight, group_sizes, scale)

@@ -4,8 +4,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
+def grouped_matmul(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
     """See the package."""
+    if scale is not None:
+        weight = weight.astype(jnp.float32) * jnp.repeat(scale, weight.shape[2] // scale.shape[2], axis=2)
     ends = jnp.cumsum(group_sizes)
 
     def row(t: Array) -> Array:

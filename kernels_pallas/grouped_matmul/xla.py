@@ -10,23 +10,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.scaled_matmul.xla import whole
+
 WEIGHT_TILE_BYTES = 1 << 17  # of the part of a weight that stays in a core's cache while rows pass over it
 MOST_TILE_ROWS = 64
 
 
-def grouped_matmul(x: Array, weight: Array, group_sizes: Array) -> Array:
+def grouped_matmul(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
     """See the package. Differentiable in x and weight."""
-    return lax.platform_dependent(x, weight, group_sizes, cpu=_by_groups, default=_ragged_dot)
+    if scale is None:
+        return lax.platform_dependent(x, weight, group_sizes, cpu=_differentiable, default=_ragged_dot)
+    return lax.platform_dependent(x, weight, group_sizes, scale, cpu=_by_groups, default=_ragged_dot)
 
 
-def _ragged_dot(x: Array, weight: Array, group_sizes: Array) -> Array:
+def _ragged_dot(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
+    if scale is not None:
+        weight = whole(weight, scale, x.dtype)
     y = lax.ragged_dot(x, weight.swapaxes(1, 2), group_sizes, preferred_element_type=jnp.float32)
     covered = jnp.arange(x.shape[0]) < group_sizes.sum()
     return jnp.where(covered[:, None], y, 0.0).astype(x.dtype)
 
 
-@jax.custom_vjp
-def _by_groups(x: Array, weight: Array, group_sizes: Array) -> Array:
+def _by_groups(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
     """[T, O]: for each non-empty group, for each tile of its weight's rows, for each tile of its rows of x."""
     tokens, (groups, out, width) = x.shape[0], weight.shape
     tile = _tile_rows(tokens, groups)
@@ -40,6 +45,8 @@ def _by_groups(x: Array, weight: Array, group_sizes: Array) -> Array:
             # Tied to the loop's index, lest XLA convert all weights to float32 ahead of the loop.
             all_groups, at = lax.optimization_barrier((weight, column))
             part = lax.dynamic_slice(all_groups, (g, at, 0), (1, columns, width))[0].astype(jnp.float32)
+            if scale is not None:
+                part = whole(part, lax.dynamic_slice(scale, (g, at, 0), (1, columns, scale.shape[2]))[0], part.dtype)
 
             def rows(i: Array, y: Array) -> Array:
                 row = starts[g] + i * tile
@@ -99,4 +106,9 @@ def _backward(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array
     return _by_groups(dy, weight.swapaxes(1, 2), group_sizes), dweight.astype(weight.dtype), None
 
 
-_by_groups.defvjp(_forward, _backward)
+@jax.custom_vjp
+def _differentiable(x: Array, weight: Array, group_sizes: Array) -> Array:
+    return _by_groups(x, weight, group_sizes)
+
+
+_differentiable.defvjp(_forward, _backward)

@@ -52,10 +52,12 @@ def test_interleaved_rows_go_where_the_mixer_reads_them():
         tensor: [label for head in (0, 1) for part in labels(tensor)[head] for label in part]
         for tensor in ("qkvz", "ba")
     }
-    placed = np.full(sum(SPEC.sizes.values()), "", object)
+    placed = {"in_proj": np.full(sum(SPEC.sizes.values()), "", object)}
+    placed["control_proj"] = np.full(sum(SPEC.control_sizes.values()), "", object)
     for name in names:
         tensor = name.names[0].split(".")[1]
         if tensor in rows:
-            placed[slices(name)] = taken(name, np.array(rows[tensor], object)).reshape(-1)
-    order = [label for part in "qkvzba" for head in (0, 1) for label in labels(part)[head][0]]
-    assert placed.tolist() == order
+            placed[name.path[0]][slices(name)] = taken(name, np.array(rows[tensor], object)).reshape(-1)
+    for module, parts in (("in_proj", "qkvz"), ("control_proj", "ba")):
+        order = [label for part in parts for head in (0, 1) for label in labels(part)[head][0]]
+        assert placed[module].tolist() == order
