@@ -14,13 +14,14 @@ from dataclasses import replace
 from typing import NamedTuple, Self
 
 from jhybrid import compilations
-from jhybrid.batch import Packer
+from jhybrid.batch import Bucket, Packer
 from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
 from jhybrid.grammar import Constraint, Grammar, GrammarError
 from jhybrid.guard import Guard
 from jhybrid.intake import Intake
+from jhybrid.occupancy import Occupancy
 from jhybrid.request import Completion, Delta, Output, Request, SamplingParams, TokenLogprobs
 from jhybrid.results import adjustments, prompt_entries, sampled_entry
 from jhybrid.runner import Runner, StepHandle, StepResult
@@ -46,6 +47,8 @@ class Flight(NamedTuple):
 
     plan: Plan
     handle: StepHandle
+    bucket: Bucket
+    started: float  # of perf_counter
 
 
 class Engine:
@@ -293,7 +296,8 @@ class Engine:
                     self.runner.set_row(sequence.holding.row, *adjusted)
             batch = self.packer.pack(plan.items)
             with self.stats.timed("launch"):
-                flight = Flight(plan, self.runner.run(batch))
+                started = time.perf_counter()
+                flight = Flight(plan, self.runner.run(batch), batch.bucket, started)
         except Exception as error:  # noqa: BLE001 - whatever it is, it fails this step's sequences and no others
             self._fail_step(plan, error)
             return None
@@ -311,6 +315,7 @@ class Engine:
             return []
         finally:
             self.stats.steps_ended += 1
+        self.stats.landed(flight.bucket, flight.started)
         tokens = result.tokens.tolist()
         deltas, start = [], 0
         for i, item in enumerate(flight.plan.items):
@@ -345,6 +350,7 @@ class Engine:
         """What a step means for one sequence; None when it shows nothing yet (mid-prefill)."""
         sequence = item.sequence
         if token < 0:  # also where nothing is sampled: what it computed must not be shared
+            self.stats.nan_events += 1
             at = item.first_pos + item.num_tokens - 1
             if sequence.hit is not None and not sequence.is_check:
                 self._guard.suspect(sequence.hit, sequence.request.cache_salt, sequence.token_ids)
@@ -517,6 +523,10 @@ class Engine:
     def status(self) -> dict:
         """Running and waiting sequences, pages, slots, memory by kind, compilations after ready, counters."""
         return self.stats.status(self)
+
+    def occupancy(self) -> Occupancy:
+        """Who holds which slots, pages and snapshots now."""
+        return Occupancy.of(self.scheduler, self.ledger)
 
     def model_info(self) -> dict:
         """The model's name, family, sizes and limits."""

@@ -1,31 +1,39 @@
-"""Prometheus metrics of an engine, read from its status when scraped, so that the two can never disagree."""
+"""Prometheus metrics of an engine, read from its status when scraped, so that the two can never disagree.
+
+Names are those that vLLM has for the same, where it has them.
+"""
 
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jhybrid.histogram import Counted, family
+
 COUNTERS = {
-    "requests": "Requests accepted",
-    "steps": "Steps run on the device",
-    "prompt_tokens": "Prompt tokens computed",
-    "output_tokens": "Tokens sampled",
-    "preemptions": "Sequences preempted to make room",
-    "failed_steps": "Steps that failed",
-    "failed_sequences": "Sequences that ended in an error",
+    "requests": ("requests_accepted", "Requests accepted"),
+    "steps": ("steps", "Steps run on the device"),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed"),
+    "output_tokens": ("generation_tokens", "Tokens sampled"),
+    "scheduled_tokens": ("scheduled_tokens", "Positions that steps were made for"),
+    "padding_tokens": ("padding_tokens", "Positions that steps computed beside those, to fill their buckets"),
+    "preemptions": ("num_preemptions", "Sequences preempted to make room"),
+    "failed_steps": ("failed_steps", "Steps that failed"),
+    "failed_sequences": ("failed_sequences", "Sequences that ended in an error"),
+    "nan_events": ("nan_events", "Of these, sequences whose logits were NaN or infinite"),
 }
 
 PREFIX_COUNTERS = {
-    "queries": "Admissions that looked for a cached prefix",
-    "hits": "Admissions that found one",
-    "query_tokens": "Prompt tokens of those admissions",
-    "hit_tokens": "Of these, tokens taken from the cache",
-    "snapshots_taken": "Snapshots of recurrent state taken",
-    "snapshots_skipped": "Snapshots not taken because none could be evicted",
-    "evicted_pages": "Cached pages given up for others",
-    "evicted_snapshots": "Snapshots given up for others",
-    "verified": "Hits computed again, cold, to check them",
-    "quarantined": "Cached prefixes forgotten because a check found them wrong",
+    "query_tokens": ("queries", "Prompt tokens that were looked up in the prefix cache"),
+    "hit_tokens": ("hits", "Of these, tokens taken from it"),
+    "queries": ("lookups", "Admissions that looked for a cached prefix"),
+    "hits": ("lookup_hits", "Admissions that found one"),
+    "snapshots_taken": ("snapshots_taken", "Snapshots of recurrent state taken"),
+    "snapshots_skipped": ("snapshots_skipped", "Snapshots not taken because none could be evicted"),
+    "evicted_pages": ("evicted_pages", "Cached pages given up for others"),
+    "evicted_snapshots": ("evicted_snapshots", "Snapshots given up for others"),
+    "verified": ("verified", "Hits computed again, cold, to check them"),
+    "quarantined": ("quarantined", "Cached prefixes forgotten because a check found them wrong"),
 }
 
 
@@ -42,7 +50,10 @@ class EngineCollector(Collector):
             memory.add_metric([kind], size)
         yield memory
         for name in ("running", "waiting"):
-            yield GaugeMetricFamily(f"jhybrid_sequences_{name}", f"Sequences {name}", value=status[name])
+            yield GaugeMetricFamily(f"jhybrid_num_requests_{name}", f"Sequences {name}", value=status[name])
+        pages = status["pages"]
+        share = pages["used"] / pages["total"] if pages["total"] else 0.0
+        yield GaugeMetricFamily("jhybrid_kv_cache_usage_perc", "Share of pages in use, 1 is all", value=share)
         for pool in ("pages", "slots", "snapshots"):
             if pool in status:
                 gauge = GaugeMetricFamily(f"jhybrid_{pool}", f"{pool.capitalize()} by state", labels=["state"])
@@ -54,15 +65,18 @@ class EngineCollector(Collector):
             "Executables compiled since ready; anything but 0 is a fault",
             value=status["compilations_after_ready"],
         )
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"jhybrid_{name}", text, value=status[name])
+        for field, (name, text) in COUNTERS.items():
+            yield CounterMetricFamily(f"jhybrid_{name}", text, value=status[field])
+        if status["step_seconds"]:
+            series = (({"bucket": bucket}, Counted(**seen)) for bucket, seen in status["step_seconds"].items())
+            yield family("jhybrid_step_seconds", "Time of a step on the device and of waiting for it", series)
         if "prefix_cache" in status:
             yield from _prefix_cache(status["prefix_cache"])
 
 
 def _prefix_cache(counts: dict) -> Iterable[Metric]:
-    for name, text in PREFIX_COUNTERS.items():
-        yield CounterMetricFamily(f"jhybrid_prefix_cache_{name}", text, value=counts[name])
+    for field, (name, text) in PREFIX_COUNTERS.items():
+        yield CounterMetricFamily(f"jhybrid_prefix_cache_{name}", text, value=counts[field])
     for name, text in (
         ("misses", "Admissions whose cached state reached less deep than their keys and values, by cause"),
         ("missed_tokens", "Tokens computed again for want of a state, by cause"),

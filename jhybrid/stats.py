@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jhybrid.batch import Bucket
 from jhybrid.cache.pages import RowPool
+from jhybrid.histogram import Histogram
 from jhybrid.scheduler import Plan
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("jhybrid")
 
 LOG_SECONDS = 10.0
+STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Stats:
@@ -31,6 +34,11 @@ class Stats:
         """Tokens of the steps, and the positions that the device computed for them, padding included."""
         self.failed_steps = 0
         self.failed_sequences = 0
+        self.nan_events = 0
+        """Sequences that failed because logits were not finite."""
+        self.step_seconds: dict[Bucket, Histogram] = {}
+        """From the start of a step, or the end of the one before if that is later, until its results are there."""
+        self._ended_at = 0.0
         self.seconds = {"step": 0.0, "launch": 0.0, "wait": 0.0}
         """Wall time inside `Engine.step`, of it in handing steps to the device, and in waiting for their results."""
         self._logged_at = time.monotonic()
@@ -46,6 +54,12 @@ class Stats:
             for item in plan.items
             if item.first_pos < item.sequence.prompt_len
         )
+
+    def landed(self, bucket: Bucket, started: float) -> None:
+        """Count a step that was started at a time of `perf_counter` and whose results are there now."""
+        now = time.perf_counter()
+        self.step_seconds.setdefault(bucket, Histogram(STEP_SECONDS)).observe(now - max(started, self._ended_at))
+        self._ended_at = now
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -83,7 +97,11 @@ class Stats:
             "preemptions": engine.scheduler.num_preemptions,
             "failed_steps": self.failed_steps,
             "failed_sequences": self.failed_sequences,
+            "nan_events": self.nan_events,
+            "scheduled_tokens": self.scheduled_tokens,
+            "padding_tokens": self.batch_tokens - self.scheduled_tokens,
             "seconds": dict(self.seconds),
+            "step_seconds": {str(bucket): seen.counted()._asdict() for bucket, seen in self.step_seconds.items()},
         }
 
     def describe(self, engine: "Engine") -> str:

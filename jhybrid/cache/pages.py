@@ -39,6 +39,10 @@ class RowPool:
             self._taken[row] = False
             self._returned.append(row)
 
+    def taken_rows(self) -> bytes:
+        """For each row, whether it is taken."""
+        return bytes(self._taken)
+
     def free_rows(self) -> list[int]:
         """The free rows, for tests that poison them."""
         return [*self._returned, *range(self._next, self.size)]

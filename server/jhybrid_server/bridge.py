@@ -15,12 +15,15 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from jhybrid.errors import EngineDeadError, JhybridError, RequestError
 from jhybrid.request import Delta, Request
 from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jhybrid.occupancy import Occupancy
 
 log = logging.getLogger("jhybrid_server")
 
@@ -59,6 +62,7 @@ class ServedEngine(Protocol):
     def idle(self) -> bool: ...
     def flush_cache(self) -> None: ...
     def status(self) -> dict: ...
+    def occupancy(self) -> "Occupancy": ...
     def model_info(self) -> dict: ...
     def close(self) -> None: ...
 

@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from jhybrid.chat_template import ChatTemplate
 from jhybrid.errors import JhybridError, RequestError, StepError
 from jhybrid.request import Delta, Request
 from jhybrid.tokenizer import Tokenizer
-from jhybrid_server.bridge import Bridge, NotReadyError, Stream, StuckError
+from jhybrid_server.bridge import Bridge, NotReadyError, Result, ServedEngine, Stream, StuckError
 from jhybrid_server.call_metrics import CallMetrics
 from jhybrid_server.statuses import AbortedError, ModelNotFoundError
 from jhybrid_server.usage import Timing, Usage
@@ -44,6 +44,7 @@ class Call:
         self._completion_tokens = 0
         self._miss_cause: str | None = None
         self._first_token: float | None = None
+        self._last_token: dict[tuple[int, int], float] = {}  # when, by number of prompt and of answer
         self._queue_seconds: float | None = None
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -88,15 +89,25 @@ class Call:
         return Timing(first, time.monotonic() - self._started, self._queue_seconds)
 
     def _saw(self, number: int, delta: Delta) -> None:
-        self._completion_tokens += len(delta.token_ids)
-        if delta.token_ids and self._first_token is None:
-            self._first_token = time.monotonic()
-            self._desk.metrics.first_token(self._first_token - self._started)
+        if delta.token_ids:
+            self._saw_tokens(number, delta, time.monotonic())
         if self._queue_seconds is None:  # of several answers, the first to get a place
             self._queue_seconds = delta.queue_seconds
         if delta.index == 0:
             self._cached[number] = max(self._cached[number], delta.cached_tokens)
             self._miss_cause = delta.miss_cause or self._miss_cause
+
+    def _saw_tokens(self, number: int, delta: Delta, now: float) -> None:
+        count, answer, metrics = len(delta.token_ids), (number, delta.index), self._desk.metrics
+        self._completion_tokens += count
+        before = self._last_token.get(answer)
+        self._last_token[answer] = now
+        if self._first_token is None:
+            self._first_token = now
+            metrics.first_token(now - self._started)
+        elif before is not None:
+            for _ in range(count):
+                metrics.next_token((now - before) / count)
 
     def _failure(self, failures: list[Delta]) -> JhybridError:
         broken = [delta for delta in failures if delta.finish_reason == "error"]
@@ -135,8 +146,11 @@ class Desk:
             self.running += 1
             try:
                 streams = await self.bridge.open(requests)
+                call = Call(self, streams, started)
                 try:
-                    yield Call(self, streams, started)
+                    yield call
+                    if call.ended_well:
+                        self.metrics.answered(call.usage, call.timing)
                 finally:
                     for stream in streams:
                         self.bridge.abandon(stream)
@@ -195,9 +209,17 @@ class Desk:
 
     async def status(self) -> dict:
         """The engine's status. StuckError if its thread does not come to answer."""
+        return await self._ask(lambda engine: engine.status())
+
+    async def picture(self) -> dict:
+        """The status, and who holds which slots, pages and snapshots. Raises as `status` does."""
+        status, occupancy = await self._ask(lambda engine: (engine.status(), engine.occupancy()))
+        return status | await asyncio.to_thread(occupancy.describe)
+
+    async def _ask(self, question: Callable[[ServedEngine], Result]) -> Result:
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                return await self.bridge.ask(lambda engine: engine.status())
+                return await self.bridge.ask(question)
         except TimeoutError as error:
             raise StuckError(f"the engine has been in one step for {self.bridge.stalled_seconds:.0f} s") from error
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jhybrid
-from jhybrid.errors import ConfigError, EngineDeadError, JhybridError
+from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, RequestError
 from jhybrid.metrics import EngineCollector
 from jhybrid_server.answering import Answering
 from jhybrid_server.bridge import NotReadyError, StuckError
@@ -142,17 +142,26 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """Calls as clients see them, and the engine's own figures once it is there."""
-        pages = [generate_latest(self._desk.metrics.registry)]
+        desk, registry = self._desk, CollectorRegistry()
+        Gauge("jhybrid_ready", "Whether calls are let in", registry=registry).set(desk.refusal() is None)
+        stalled = Gauge("jhybrid_stalled_seconds", "Since a step has ended though there is work", registry=registry)
+        stalled.set(desk.bridge.stalled_seconds)
+        ProcessCollector(registry=registry)
         with contextlib.suppress(NotReadyError):
-            status = await self._desk.status()
-            registry = CollectorRegistry()
+            status = await desk.status()
             registry.register(EngineCollector(lambda: status))
-            pages.append(generate_latest(registry))
-        return Response(b"".join(pages), media_type=CONTENT_TYPE_LATEST)
+        pages = generate_latest(desk.metrics.registry) + generate_latest(registry)
+        return Response(pages, media_type=CONTENT_TYPE_LATEST)
 
     async def status(self, request: Request) -> Response:
-        calls = {"model": self._desk.model_name, "calls": self._desk.running, "draining": self._desk.draining}
-        return JSONResponse(await self._desk.status() | calls)
+        """What the engine does and holds; with `?sequences=true` also who runs and who holds which rows."""
+        asked = request.query_params.get("sequences", "false")
+        if asked not in ("true", "false") or request.query_params.keys() - {"sequences"}:
+            raise RequestError("sequences", f"{request.url.query[:100]!r}: the query is ?sequences=true or nothing")
+        desk = self._desk
+        status = await (desk.picture() if asked == "true" else desk.status())
+        calls = {"model": desk.model_name, "calls": desk.running, "draining": desk.draining}
+        return JSONResponse(status | calls | {"latencies": desk.metrics.latencies()})
 
 
 class HttpServer:

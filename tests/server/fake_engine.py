@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from jhybrid.errors import QueueFullError, RequestError
+from jhybrid.occupancy import Holder, Occupancy
 from jhybrid.request import Delta, Request
 from jhybrid.tokenizer import ByteTokenizer, Tokenizer
 
@@ -174,8 +175,25 @@ class FakeEngine:
             "preemptions": 0,
             "failed_steps": 0,
             "failed_sequences": 0,
+            "nan_events": 0,
+            "scheduled_tokens": 0,
+            "padding_tokens": 0,
             "seconds": {"step": 0.0},
+            "step_seconds": {},
         }
+
+    def occupancy(self) -> Occupancy:
+        holders = [
+            Holder(name, 0, len(entry.prompt), max(entry.made.values(), default=0), 3, len(entry.prompt), 0, 0, rows)
+            for number, (name, entry) in enumerate(self.running.items())
+            for rows in [{"slots": [number], "pages": [2 * number, 2 * number + 1], "snapshots": []}]
+        ]
+        used = len(holders)
+        taken = {
+            "slots": used * b"\1" + (self.slots - used) * b"\0",
+            "pages": 2 * used * b"\1" + (100 - 2 * used) * b"\0",
+        }
+        return Occupancy(holders, taken)
 
     def model_info(self) -> dict:
         return {

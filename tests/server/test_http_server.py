@@ -446,9 +446,9 @@ def test_metrics_and_status(served: Served, engine: FakeEngine):
     eventually(lambda: served.desk.running == 0)
     text = ask(served.http.port, "/metrics").raw.decode()
     for line in (
-        'jhybrid_calls_total{outcome="ok"} 1.0',
-        'jhybrid_calls_total{outcome="refused"} 3.0',
-        'jhybrid_calls_total{outcome="cancelled"} 1.0',
+        'jhybrid_requests_total{outcome="ok"} 1.0',
+        'jhybrid_requests_total{outcome="refused"} 3.0',
+        'jhybrid_requests_total{outcome="cancelled"} 1.0',
         "jhybrid_time_to_first_token_seconds_count 2.0",
         'jhybrid_pages{state="free"} 100.0',
     ):
