@@ -15,6 +15,7 @@ demo: $(STAMP)  ## install, start the server on the embedded model, stream an an
 	$(BIN)/python examples/serve_and_stream.py
 
 test: $(STAMP)  ## the tests, long ones excepted
+	@command -v chromium >/dev/null || echo "There is no chromium here: the tests of the page are skipped (Debian: apt-get install chromium)."
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-long: $(STAMP)  ## every test

@@ -13,12 +13,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jhybrid
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, RequestError
 from jhybrid.metrics import EngineCollector
+from jhybrid_server import page_files
 from jhybrid_server.answering import Answering
 from jhybrid_server.bridge import NotReadyError, StuckError
 from jhybrid_server.desk import Desk
@@ -52,7 +53,7 @@ class Endpoints:
         self._desk = desk
         self._created = now()
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -66,6 +67,7 @@ class Endpoints:
             Route("/version", self.version),
             Route("/metrics", self.metrics),
             Route("/v1/internal/status", self.status),
+            *page_files.routes(),
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -224,7 +226,7 @@ def application(desk: Desk, keys: Keys) -> ASGIApp:
     app = Starlette(routes=Endpoints(desk).routes(), exception_handlers=dict.fromkeys(errors, _respond))
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not page_files.is_open(scope["path"]):
             given = next((value for name, value in scope["headers"] if name == b"authorization"), None)
             try:
                 keys.check(None if given is None else given.decode("latin-1"))

@@ -442,6 +442,14 @@ def test_metrics_and_status(served: Served, engine: FakeEngine):
     next(stream)
     status = ask(served.http.port, "/v1/internal/status").json
     assert (status["running"], status["calls"], status["model"], status["draining"]) == (1, 1, "fake", False)
+    assert "sequences" not in status
+    picture = ask(served.http.port, "/v1/internal/status?sequences=true").json
+    [sequence] = picture["sequences"]
+    assert (sequence["prompt_tokens"], sequence["slots"], sequence["phase"]) == (4, 1, "decode")
+    assert picture["pools"]["slots"]["cells"] == [0, -1, -1, -1]
+    assert picture["latencies"]["inter_token_latency_seconds"]["sum"] > 0
+    for query in ("sequences=1", "wat=true"):
+        assert ask(served.http.port, f"/v1/internal/status?{query}").error["param"] == "sequences"
     stream.close()  # pyright: ignore[reportAttributeAccessIssue]
     eventually(lambda: served.desk.running == 0)
     text = ask(served.http.port, "/metrics").raw.decode()
