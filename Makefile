@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long check lint types proto bench clean
+.PHONY: demo test test-long check lint types proto bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ proto: $(STAMP)  ## regenerate the gRPC stubs
 
 bench: $(STAMP)  ## the engine's figures on this machine
 	$(BIN)/python benchmarks/engine.py
+
+soak: $(STAMP)  ## ten minutes of 200 unruly clients against a server of its own
+	$(BIN)/python benchmarks/soak.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
