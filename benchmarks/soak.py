@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ async def over_http(port: int, asked: Asked, book: Book) -> str:
     return "answered" if due == 200 else "refused"
 
 
-async def _lines(reader: asyncio.StreamReader, dawdling: random.Random | None) -> Any:
+async def _lines(reader: asyncio.StreamReader, dawdling: random.Random | None) -> AsyncIterator[bytes]:
     while line := await reader.readline():
         yield line
         if dawdling is not None:
