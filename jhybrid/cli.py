@@ -21,6 +21,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from jhybrid.config import EngineConfig, api_keys, environment
 from jhybrid.errors import JhybridError, RequestError
+from jhybrid.fleet import RayOptions
 from jhybrid.request import Request, SamplingParams
 from jhybrid.train.recipe import TrainConfig
 
@@ -184,6 +185,7 @@ class Eval:
     tasks: tuple[str, ...]
     """Names of tasks or groups."""
     engine: Config = field(default_factory=lambda: EngineConfig(enable_prefix_caching=True))
+    cluster: OmitArgPrefixes[RayOptions] = field(default_factory=RayOptions)
     include_path: Path | None = None
     """A folder with tasks of your own."""
     num_fewshot: int | None = None
@@ -209,7 +211,7 @@ class Eval:
         from jhybrid.evaluate.tasks import Evaluation, as_json, as_table
 
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Evaluation)}
-        results = Evaluation(**own).run(self.engine)
+        results = Evaluation(**own).run(self.engine, self.cluster)
         if self.output is not None:
             self.output.write_text(as_json(results) + "\n", encoding="utf-8")
         print(as_json(results) if self.json else as_table(results))
@@ -224,6 +226,7 @@ class Batch:
     output: Positional[Path]
     """File for the answers, in the same order; those that are there already are kept."""
     engine: Config = field(default_factory=EngineConfig)
+    cluster: OmitArgPrefixes[RayOptions] = field(default_factory=RayOptions)
     served_model_name: str | None = None
     """Name that the bodies use; the model argument unless given."""
     json: bool = False
@@ -239,6 +242,7 @@ class Batch:
                 self.output,
                 self.served_model_name,
                 lambda total: stack.enter_context(_progress("lines", total)),
+                cluster=self.cluster,
             )
         facts = dataclasses.asdict(summary)
         print(json.dumps(facts) if self.json else ", ".join(f"{count} {name}" for name, count in facts.items()))

@@ -9,16 +9,22 @@ class ConfigError(JhybridError):
     """An engine or model configuration that cannot work; `field` names the culprit."""
 
     def __init__(self, field: str, message: str):
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # what pickling gives back to this
         self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
 
 
 class RequestError(JhybridError, ValueError):
     """A request refused at the door; nothing was scheduled. `field` names the culprit."""
 
     def __init__(self, field: str, message: str):
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # what pickling gives back to this
         self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
 
 
 class QueueFullError(JhybridError):

@@ -4,6 +4,7 @@ The entry point `lm_eval.models` names it too, but no release of the harness up 
 import this module: `jhybrid eval`, or the harness's own command line as `python -m jhybrid.evaluate`.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -16,7 +17,9 @@ from tqdm import tqdm
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine
 from jhybrid.errors import ConfigError
+from jhybrid.evaluate.engines import CheckpointText, EngineFleet, OneEngine
 from jhybrid.evaluate.respondent import Respondent
+from jhybrid.fleet import Fleet, RayOptions
 
 UNASKED_DEVICE = "cuda:0"
 """What the harness's command line passes on when nobody named a device."""
@@ -38,7 +41,9 @@ class HarnessModel(LM):
         device: str | None = None,
         **options: Any,
     ):
-        """`options` are EngineConfig's, with prefix caching on unless told otherwise. ConfigError names a wrong one.
+        """`options` are EngineConfig's, with prefix caching on unless told otherwise, and RayOptions'.
+
+        ConfigError names a wrong one.
 
         Steps are packed by tokens, so `batch_size` means nothing; `max_num_seqs` and `max_num_batched_tokens` do.
         """
@@ -46,18 +51,30 @@ class HarnessModel(LM):
         super().__init__()
         if device not in (None, UNASKED_DEVICE, jax.default_backend()):
             raise ConfigError("device", f"{device!r} cannot be chosen here; JAX takes it from JAX_PLATFORMS")
-        unknown = sorted(set(options) - {field.name for field in dataclasses.fields(EngineConfig)})
+        of_ray = {name: options.pop(name) for name in names_of(RayOptions) if name in options}
+        unknown = sorted(set(options) - names_of(EngineConfig))
         if unknown:
             raise ConfigError(unknown[0], f"{options[unknown[0]]!r} was given, but the engine has no such option")
         config = EngineConfig(model=model, **{"enable_prefix_caching": True, **options})
-        self.engine = Engine(config)
+        cluster = RayOptions(**of_ray)
+        self._open = contextlib.ExitStack()
+        if cluster.ray:
+            text = CheckpointText.of(config)
+            fleet = self._open.enter_context(Fleet(cluster, config.tensor_parallel_size))
+            engines = EngineFleet(fleet, config, text)
+        else:
+            engines = OneEngine(self._open.enter_context(Engine(config)))
         self.respondent = Respondent(
-            self.engine,
+            engines,
             max_length=max_length,
             max_gen_toks=max_gen_toks,
             add_bos_token=add_bos_token,
             prefix_token_id=prefix_token_id,
         )
+
+    def close(self) -> None:
+        """Give engines and cluster back."""
+        self._open.close()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pairs = [(request.arguments[0], request.arguments[1]) for request in requests]
@@ -95,17 +112,22 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.engine.config.model.replace("/", "__")
+        return self.respondent.engines.model.name.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness puts beside its results: the model, the window, and how much work was shared."""
+        engines = self.respondent.engines
         return {
-            "model_num_parameters": self.engine.model.num_parameters,
-            "model_dtype": self.engine.model.dtype,
+            **{f"model_{name}": value for name, value in engines.facts().items()},
             "max_length": self.respondent.max_length,
             "prefix_token_id": self.respondent.prefix_token_id,
-            "scoring": self.respondent.scorer.report(),
+            "scoring": engines.tally.report(),
         }
+
+
+def names_of(options: type) -> set[str]:
+    """The names of a dataclass's fields."""
+    return {field.name for field in dataclasses.fields(options)}
 
 
 register_model("jhybrid")(HarnessModel)  # as a decorator it would hide the class from type checkers

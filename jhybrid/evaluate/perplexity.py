@@ -19,6 +19,7 @@ from jhybrid.evaluate.documents import Document
 from jhybrid.evaluate.journal import Journal
 from jhybrid.evaluate.scorer import Scorer, window_length
 from jhybrid.evaluate.windows import Window, rolling_windows
+from jhybrid.tokenizer import Tokenizer
 from jhybrid.weights.load import find_model
 
 
@@ -78,8 +79,8 @@ class PerplexityRun:
         if tokenizer is None:
             raise ConfigError("model", f"{engine.config.model} has no tokenizer, which texts need")
         self.engine, self.documents = engine, documents
-        self.max_length = window_length(engine, max_length)
-        self.prefix_token_id = prefix_token(engine, prefix_token_id)
+        self.max_length = window_length(engine.model.max_model_len, max_length)
+        self.prefix_token_id = prefix_token(engine.model.vocab_size, tokenizer, prefix_token_id)
         encoded = [tokenizer.encode(document.text, add_special_tokens=False) for document in documents]
         self.num_tokens = sum(len(tokens) for tokens in encoded)
         if not self.num_tokens:
@@ -142,15 +143,13 @@ class PerplexityRun:
             yield self.windows[at : at + self._block]
 
 
-def prefix_token(engine: Engine, asked: int | None) -> int:
+def prefix_token(vocab_size: int, tokenizer: Tokenizer, asked: int | None) -> int:
     """The token that stands before a text: what was asked, BOS, or EOS. Raises ConfigError."""
     if asked is not None:
-        if not 0 <= asked < engine.model.vocab_size:
-            raise ConfigError("prefix_token_id", f"{asked} is not in [0, {engine.model.vocab_size})")
+        if not 0 <= asked < vocab_size:
+            raise ConfigError("prefix_token_id", f"{asked} is not in [0, {vocab_size})")
         return asked
-    tokenizer = engine.tokenizer
-    known = [] if tokenizer is None else [tokenizer.bos_token_id, *tokenizer.eos_token_ids]
-    for token in known:
+    for token in (tokenizer.bos_token_id, *tokenizer.eos_token_ids):
         if token is not None:
             return token
     raise ConfigError("prefix_token_id", "this model has neither BOS nor EOS; name a token to begin with")

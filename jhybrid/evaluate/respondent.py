@@ -4,14 +4,16 @@ How texts become tokens, how much of a context is kept, and what a text is score
 `hf` model, so that both give the same figures.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jhybrid.chat_template import ChatTemplate
-from jhybrid.engine import Engine
-from jhybrid.errors import ConfigError, RequestError, StepError
+from jhybrid.engine import fold_seed
+from jhybrid.errors import ConfigError, RequestError
+from jhybrid.evaluate.engines import Done, Engines, nobody
 from jhybrid.evaluate.perplexity import prefix_token
-from jhybrid.evaluate.scorer import BLOCK, Likelihood, Scorer, window_length
+from jhybrid.evaluate.scorer import Likelihood, window_length
 from jhybrid.evaluate.windows import continuation_window, rolling_windows
 from jhybrid.request import Request, SamplingParams
 
@@ -21,37 +23,32 @@ SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"
 """Generation options of tasks that are called the same here."""
 
 Messages = Sequence[dict[str, Any]]
-Done = Callable[[int], object]
-
-
-def nobody(_count: int) -> None:
-    """Progress that nobody follows."""
 
 
 class Respondent:
-    """Answers on an engine of its own. Raises ConfigError if the model has no tokenizer."""
+    """Answers by engines of its own. Raises ConfigError if the model has no tokenizer."""
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Engines,
         *,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
     ):
-        """`max_length` tokens are read in one pass (None: one less than the engine's max_model_len).
+        """`max_length` tokens are read in one pass (None: one less than the engines' max_model_len).
 
         `add_bos_token` overrules the tokenizer's own configuration; texts without a context are scored after the
         prefix token, BOS or EOS unless told otherwise.
         """
-        if engine.tokenizer is None:
-            raise ConfigError("model", f"{engine.config.model} has no tokenizer, which texts need")
-        self.engine, self.tokenizer = engine, engine.tokenizer
-        self.max_length, self.max_gen_toks = window_length(engine, max_length), max_gen_toks
+        model, tokenizer = engines.model, engines.model.tokenizer
+        if tokenizer is None:
+            raise ConfigError("model", f"{model.name} has no tokenizer, which texts need")
+        self.engines, self.tokenizer = engines, tokenizer
+        self.max_length, self.max_gen_toks = window_length(model.max_model_len, max_length), max_gen_toks
         self.add_bos_token = add_bos_token
-        self.prefix_token_id = prefix_token(engine, prefix_token_id)
-        self.scorer = Scorer(engine)
+        self.prefix_token_id = prefix_token(model.vocab_size, tokenizer, prefix_token_id)
         self._chats = ChatTemplate.of(self.tokenizer)
 
     # scoring
@@ -59,12 +56,12 @@ class Respondent:
     def loglikelihoods(self, pairs: Sequence[tuple[str, str]], done: Done = nobody) -> list[Likelihood]:
         """Of each continuation after its context. RequestError for one that has no tokens or fills more than a pass."""
         windows = [continuation_window(*self.encode_pair(*pair), self.max_length) for pair in pairs]
-        return self.scorer.score(windows, done)
+        return self.engines.score(windows, done)
 
     def rolling(self, texts: Sequence[str], done: Done = nobody) -> list[float]:
         """Log-likelihood of each whole text in rolling windows. A tokenizer that adds BOS has it scored too."""
         windows = [list(rolling_windows(self.encode(t), self.prefix_token_id, self.max_length)) for t in texts]
-        scores = iter(self.scorer.score([window for own in windows for window in own], done))
+        scores = iter(self.engines.score([window for own in windows for window in own], done))
         return [sum(next(scores).total for _ in own) for own in windows]
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
@@ -91,21 +88,13 @@ class Respondent:
 
     def generate(self, prompts: Sequence[tuple[str, Mapping[str, Any]]], done: Done = nobody) -> list[str]:
         """Answers to prompts with the tasks' generation options. RequestError names an option that is not known."""
-        requests = [self._request(context, options) for context, options in prompts]
-        order = sorted(range(len(requests)), key=lambda i: requests[i].prompt_token_ids or [])
-        texts = [""] * len(requests)
-        size = BLOCK * self.engine.config.max_num_seqs
-        for at in range(0, len(order), size):
-            block = order[at : at + size]
-            for i, output in zip(block, self.engine.generate([requests[i] for i in block]), strict=True):
-                if output.error is not None:
-                    raise StepError(output.error)
-                texts[i] = output.text
-                done(1)
-        return texts
+        requests = [self._request(i, context, options) for i, (context, options) in enumerate(prompts)]
+        return self.engines.generate(requests, done)
 
-    def _request(self, context: str, options: Mapping[str, Any]) -> Request:
+    def _request(self, number: int, context: str, options: Mapping[str, Any]) -> Request:
         sampling = sampling_of(options, self.max_gen_toks)
+        if sampling.seed is None:  # the answer is the same whatever runs beside it, and wherever
+            sampling = replace(sampling, seed=fold_seed(self.engines.config.base_seed, number))
         assert sampling.max_tokens is not None
         room = self.max_length - sampling.max_tokens
         if room < 1:

@@ -5,7 +5,7 @@ so no array over the vocabulary leaves the device.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from jhybrid.engine import Engine
@@ -25,14 +25,49 @@ class Likelihood:
     is_greedy: bool
 
 
+@dataclass(frozen=True)
+class Tally:
+    """What scoring has cost, in tokens; tallies add up."""
+
+    asked: int = 0
+    computed: int = 0
+    cached: int = 0
+    repeated: int = 0
+    """Of windows that were equal to others."""
+    positions: int = 0
+    """That the device computed."""
+    used: int = 0
+    """Positions that were somebody's token."""
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def report(self) -> dict[str, float]:
+        """Tokens asked for, computed, and taken from the prefix cache or from an equal window; padding of the steps.
+
+        `padding` is the share of the positions computed by the device that were no token of anybody.
+        """
+        return {
+            "tokens_asked": self.asked,
+            "tokens_computed": self.computed,
+            "tokens_cached": self.cached,
+            "tokens_repeated": self.repeated,
+            "reuse": (self.cached + self.repeated) / max(1, self.asked),
+            "padding": 1 - self.used / max(1, self.positions),
+        }
+
+
 class Scorer:
     """Scores windows on an engine of its own: nothing else may step it meanwhile."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self._asked = self._cached = self._repeated = 0
-        stats = engine.stats
-        self._before = (stats.prompt_tokens, stats.batch_tokens, stats.scheduled_tokens)
+        self._before = self._counts()
+
+    def _counts(self) -> tuple[int, int, int]:
+        stats = self.engine.stats
+        return stats.prompt_tokens, stats.batch_tokens, stats.scheduled_tokens
 
     def score(self, windows: Sequence[Window], done: Callable[[int], object] = lambda _count: None) -> list[Likelihood]:
         """Likelihoods in the order of the windows; `done` is told how many more are known. Raises StepError."""
@@ -59,26 +94,11 @@ class Scorer:
         assert None not in found, found.count(None)
         return [likelihood for likelihood in found if likelihood is not None]
 
-    def report(self) -> dict[str, float]:
-        """Tokens asked for, computed, and taken from the prefix cache or from an equal window; padding of the steps.
-
-        `padding` is the share of the positions computed by the device that were no token of anybody.
-        """
-        stats = self.engine.stats
-        computed, rows, used = (
-            now - then
-            for now, then in zip(
-                (stats.prompt_tokens, stats.batch_tokens, stats.scheduled_tokens), self._before, strict=True
-            )
-        )
-        return {
-            "tokens_asked": self._asked,
-            "tokens_computed": computed,
-            "tokens_cached": self._cached,
-            "tokens_repeated": self._repeated,
-            "reuse": (self._cached + self._repeated) / max(1, self._asked),
-            "padding": 1 - used / max(1, rows),
-        }
+    @property
+    def tally(self) -> Tally:
+        """What this scorer's work has cost."""
+        computed, positions, used = (now - then for now, then in zip(self._counts(), self._before, strict=True))
+        return Tally(self._asked, computed, self._cached, self._repeated, positions, used)
 
 
 def branch_points(windows: Sequence[Window]) -> list[list[int]]:
@@ -107,19 +127,19 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def window_length(engine: Engine, asked: int | None) -> int:
+def window_length(max_model_len: int, asked: int | None) -> int:
     """Most tokens that one pass reads: what was asked, or what the engine allows. Raises ConfigError.
 
     The last token of a window is read by nobody, but the engine counts it, so this is one less than max_model_len.
     """
-    most = engine.model.max_model_len - 1
+    most = max_model_len - 1
     if asked is None:
         return most
     if not 1 <= asked <= most:
         raise ConfigError(
             "max_length",
             f"{asked} is not in 1 to {most}; a pass and the token that follows must fit in "
-            f"max_model_len={engine.model.max_model_len}, which can be raised to the model's own limit",
+            f"max_model_len={max_model_len}, which can be raised to the model's own limit",
         )
     return asked
 

@@ -1,12 +1,14 @@
 """Tasks of lm-evaluation-harness on one of our models. `jhybrid eval` calls it."""
 
+import contextlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
+from jhybrid.fleet import RayOptions
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Evaluation:
     max_length: int | None = None
     max_gen_toks: int = 256
 
-    def run(self, config: EngineConfig) -> dict[str, Any]:
+    def run(self, config: EngineConfig, cluster: RayOptions = RayOptions()) -> dict[str, Any]:  # noqa: B008 - frozen
         """Results in the harness's own format. Raises ConfigError if it is not installed or knows no such task."""
         try:
             from lm_eval import simple_evaluate
@@ -43,8 +45,9 @@ class Evaluation:
         if unknown or not asked:
             raise ConfigError("tasks", f"{', '.join(unknown) or 'none'}: no such task; --include-path adds a folder")
         options = changed(config)
-        model = HarnessModel(**options, max_length=self.max_length, max_gen_toks=self.max_gen_toks)
-        with model.engine:
+        of_ray = {name: value for name, value in asdict(cluster).items() if cluster.ray}
+        model = HarnessModel(**options, **of_ray, max_length=self.max_length, max_gen_toks=self.max_gen_toks)
+        with contextlib.closing(model):
             run: Any = simple_evaluate  # its decorator hides its parameters
             results = run(
                 model=model,

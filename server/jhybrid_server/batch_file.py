@@ -2,22 +2,28 @@
 
 A line goes through the same application as a request over HTTP, so fields, answers and errors are the same there and
 here. The answers' file is its own journal: lines are complete and in order, so a killed run goes on after the last one.
+What is sampled depends on the line and `base_seed` alone, not on what runs beside it, before it, or where.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from starlette.types import ASGIApp, Message
 
 from jhybrid.config import EngineConfig
+from jhybrid.engine import Engine, fold_seed
 from jhybrid.errors import ConfigError, RequestError
+from jhybrid.fleet import Fleet, RayOptions
 from jhybrid.request import MAX_N
+from jhybrid.weights.load import find_model
 from jhybrid_server.bridge import Bridge, ServedEngine
 from jhybrid_server.desk import Desk
 from jhybrid_server.http_errors import error_body
@@ -135,42 +141,45 @@ class Answers:
         self._file.close()
 
 
-class BatchFile:
-    """One run over a file."""
+class Clerk:
+    """Answers lines at a desk, some at a time."""
 
-    def __init__(self, lines: Sequence[Line], answers: Answers, desk: Desk, at_a_time: int):
-        self._lines, self._answers, self._desk = lines, answers, desk
+    def __init__(self, desk: Desk, config: EngineConfig):
+        self._desk, self._base_seed = desk, config.base_seed
         self._app = application(desk, Keys())
+        at_a_time = max(1, min(4 * config.max_num_seqs, config.max_queue // MAX_N))
         self._places = asyncio.Semaphore(at_a_time)
         self._ahead = AHEAD * at_a_time
 
-    async def run(self, done: Callable[[int], object]) -> None:
-        """Answer what is not answered yet. Raises EngineDeadError if the engine's thread dies; the rest can follow."""
+    async def answers(self, lines: Iterable[Line]) -> AsyncGenerator[dict[str, Any]]:
+        """The lines' answers in their order. Raises EngineDeadError if the engine's thread dies; others can follow."""
         pending: deque[asyncio.Task[dict[str, Any]]] = deque()
         try:
-            for line in self._lines[self._answers.done :]:
+            for line in lines:
                 pending.append(asyncio.create_task(self._answer(line)))
                 while pending and (pending[0].done() or len(pending) >= self._ahead):
-                    await self._write(pending, done)
+                    yield await self._first(pending)
             while pending:
-                await self._write(pending, done)
+                yield await self._first(pending)
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
 
-    async def _write(self, pending: deque[asyncio.Task[dict[str, Any]]], done: Callable[[int], object]) -> None:
+    async def _first(self, pending: deque[asyncio.Task[dict[str, Any]]]) -> dict[str, Any]:
         record = await pending[0]
         self._desk.check_open()  # what a dead engine said of a line is no answer to it
         pending.popleft()
-        self._answers.append(record)
-        done(1)
+        return record
 
     async def _answer(self, line: Line) -> dict[str, Any]:
         if line.fault is not None:
             return record_of(line, status_of(line.fault).http, error_body(line.fault))
+        body = line.body
+        if body.get("seed") is None:
+            body = body | {"seed": fold_seed(self._base_seed, line.number)}
         async with self._places:
-            status, raw = await post(self._app, line.url, json.dumps(line.body).encode())
+            status, raw = await post(self._app, line.url, json.dumps(body).encode())
         return record_of(line, status, json.loads(raw))
 
 
@@ -229,6 +238,7 @@ def run_batch(
     served_model_name: str | None = None,
     progress: Callable[[int], Callable[[int], object]] = lambda _total: lambda _count: None,
     make_engine: Callable[[], ServedEngine] | None = None,
+    cluster: RayOptions = RayOptions(),  # noqa: B008 - frozen
 ) -> Summary:
     """Answer the lines of `source` into `target`; `progress` is given their number, and returns what counts them.
 
@@ -238,31 +248,71 @@ def run_batch(
     lines = read_lines(source)
     answers = Answers(target, lines)
     resumed = answers.done
+    left = lines[resumed:]
+    office = partial(Office, config, served_model_name or config.model, make_engine or partial(Engine, config))
     try:
         done = progress(len(lines))
         done(resumed)
-        if resumed < len(lines):
-            bridge = Bridge(make_engine or (lambda: _engine(config)))
-            desk = Desk(bridge, served_model_name or config.model)
-            at_a_time = max(1, min(4 * config.max_num_seqs, config.max_queue // MAX_N))
-            try:
-                asyncio.run(_run(lines, answers, desk, at_a_time, done))
-            finally:
-                bridge.close()
+        if left:
+            records = _spread(cluster, config, office, left) if cluster.ray else office().answers(left)
+            with contextlib.closing(records):
+                for record in records:
+                    answers.append(record)
+                    done(1)
     finally:
         answers.close()
     return Summary(len(lines), resumed, answers.failed)
 
 
-async def _run(
-    lines: Sequence[Line], answers: Answers, desk: Desk, at_a_time: int, done: Callable[[int], object]
-) -> None:
-    desk.bridge.start()
-    await desk.bridge.ready()
-    await BatchFile(lines, answers, desk, at_a_time).run(done)
+def _spread(
+    cluster: RayOptions, config: EngineConfig, office: Callable[[], "Office"], lines: Sequence[Line]
+) -> Generator[dict[str, Any]]:
+    find_model(config.model)  # here too, before a cluster is asked for anything
+    with Fleet(cluster, config.tensor_parallel_size) as fleet:
+        for records in fleet.map(office, fleet.pieces(lines, AHEAD * config.max_num_seqs)):
+            yield from records
 
 
-def _engine(config: EngineConfig) -> ServedEngine:
-    from jhybrid.engine import Engine
+class Office:
+    """A clerk with an engine of its own, outside of any event loop."""
 
-    return Engine(config)
+    def __init__(self, config: EngineConfig, name: str, make_engine: Callable[[], ServedEngine]):
+        """Raises what keeps the engine from starting."""
+        self._loop = asyncio.Runner()
+        self._bridge = Bridge(make_engine)
+        self._clerk = Clerk(Desk(self._bridge, name), config)
+        try:
+            self._bridge.start()
+            self._loop.run(self._bridge.ready())
+        except BaseException:
+            self.close()
+            raise
+
+    def answers(self, lines: Sequence[Line]) -> Generator[dict[str, Any]]:
+        """The lines' answers in their order, as they come; the engine ends with the last."""
+        records = self._clerk.answers(lines)
+        try:
+            while (record := self._loop.run(_next(records))) is not None:
+                yield record
+        finally:
+            self._loop.run(_end(records))
+            self.close()
+
+    def __call__(self, lines: Sequence[Line]) -> list[dict[str, Any]]:
+        """The answers to a piece of a file; the engine stays for the next."""
+        return self._loop.run(self._all(lines))
+
+    async def _all(self, lines: Sequence[Line]) -> list[dict[str, Any]]:
+        return [record async for record in self._clerk.answers(lines)]
+
+    def close(self) -> None:
+        self._bridge.close()
+        self._loop.close()
+
+
+async def _next(records: AsyncGenerator[dict[str, Any]]) -> dict[str, Any] | None:
+    return await anext(records, None)
+
+
+async def _end(records: AsyncGenerator[dict[str, Any]]) -> None:
+    await records.aclose()

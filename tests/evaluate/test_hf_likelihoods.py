@@ -22,7 +22,7 @@ def test_totals_and_greedy_flags_are_those_of_hf(name: str, shared: bool):
     if shared:
         with caching(engine):
             found = scorer.score(windows)
-        assert scorer.report()["tokens_cached"] > 100
+        assert scorer.tally.cached > 100
     else:
         found = scorer.score(windows)
     for case, window, score in zip(cases, windows, found, strict=True):

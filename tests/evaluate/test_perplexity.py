@@ -60,15 +60,14 @@ def test_the_prefix_changes_the_first_window_alone():
 
 def test_prefix_token_is_bos_then_eos():
     tokenizer = LetterTokenizer()
-    engine, _ = text_engine(tokenizer)
-    assert prefix_token(engine, None) == BOS
+    assert prefix_token(64, tokenizer, None) == BOS
     tokenizer.bos_token_id = None
-    assert prefix_token(engine, None) == EOS
+    assert prefix_token(64, tokenizer, None) == EOS
     tokenizer.eos_token_ids = ()
     with pytest.raises(ConfigError, match="neither BOS nor EOS"):
-        prefix_token(engine, None)
+        prefix_token(64, tokenizer, None)
     with pytest.raises(ConfigError, match=r"prefix_token_id: 64 is not in \[0, 64\)"):
-        prefix_token(engine, 64)
+        prefix_token(64, tokenizer, 64)
 
 
 def killed_after(windows: int):

@@ -3,6 +3,7 @@
 import pytest
 
 from jhybrid.errors import ConfigError, RequestError, StepError
+from jhybrid.evaluate.engines import OneEngine
 from jhybrid.evaluate.respondent import Respondent, left_open, sampling_of
 from jhybrid.request import SamplingParams
 from tests.evaluate.toy_text import BOS, EOS, LetterTokenizer, by_hand, text_engine
@@ -16,7 +17,7 @@ PICKY = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role
 
 
 def respondent(tokenizer: LetterTokenizer | None = None, **options) -> Respondent:
-    return Respondent(text_engine(tokenizer)[0], **options)
+    return Respondent(OneEngine(text_engine(tokenizer)[0]), **options)
 
 
 def letters(text: str) -> list[int]:
@@ -112,9 +113,9 @@ def test_a_failure_is_told():
     engine, runner = text_engine()
     runner.faults[0] = Fault("before")
     with pytest.raises(StepError, match="injected"):
-        Respondent(engine).generate([("a", {"max_gen_toks": 3})])
+        Respondent(OneEngine(engine)).generate([("a", {"max_gen_toks": 3})])
     with pytest.raises(ConfigError, match="no tokenizer"):
-        Respondent(toy_engine(engine.config)[0])
+        Respondent(OneEngine(toy_engine(engine.config)[0]))
 
 
 def test_sampled_runs_change_no_loglikelihood():
