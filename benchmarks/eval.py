@@ -64,7 +64,7 @@ def timed(engine: Engine, windows: list[Window]) -> dict[str, Any]:
     }
 
 
-def measure(model: str, load_format: str, questions: int, cache: str | None = None) -> dict[str, Any]:
+def measure(model: str, load_format: str, questions: int) -> dict[str, Any]:
     """Each workload on a warm engine with nothing cached."""
     config = EngineConfig(
         model=model,
@@ -72,7 +72,6 @@ def measure(model: str, load_format: str, questions: int, cache: str | None = No
         dtype="float32",
         max_model_len=LENGTH + 1,
         enable_prefix_caching=True,
-        compilation_cache_dir=cache,
     )
     with Engine(config) as engine:
         vocab = engine.model.vocab_size
@@ -96,12 +95,12 @@ def beside(peer: str, questions: int, rounds: int) -> dict[str, Any]:
     python, script = peer.split("=")
     found: dict[str, Any] = {"rounds": []}
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint, cache, asked = (str(Path(folder) / name) for name in ("checkpoint", "cache", "items.json"))
+        checkpoint, asked = str(Path(folder) / "checkpoint"), str(Path(folder) / "items.json")
         subprocess.run([python, script, "--make", str(GRANITE), checkpoint], check=True)
         vocab = json.loads((GRANITE / "config.json").read_text())["vocab_size"]
         work = {"0 shots": items(vocab, questions, 0), "5 shots": items(vocab, questions, 5)}
         Path(asked).write_text(json.dumps(work))
-        mine = [sys.executable, __file__, "--one", checkpoint, "--cache", cache, "--questions", str(questions)]
+        mine = [sys.executable, __file__, "--one", checkpoint, "--questions", str(questions)]
         run(mine)  # compiles
         for _ in range(rounds):
             ours, theirs = run(mine), run([python, script, checkpoint, asked, str(LENGTH)])
@@ -138,10 +137,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="with a peer")
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     parser.add_argument("--one", help="measure one checkpoint and print JSON")
-    parser.add_argument("--cache", help="folder for compiled executables")
     asked = parser.parse_args()
     if asked.one:
-        print(json.dumps(measure(asked.one, "auto", asked.questions, asked.cache)))
+        print(json.dumps(measure(asked.one, "auto", asked.questions)))
         return
     found: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": machine()}
     if asked.peer:

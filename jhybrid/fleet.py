@@ -15,7 +15,7 @@ from typing import Any, Self
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError
 
 ATTEMPTS = 3
-"""Times that a piece of work is begun, each but the first after the death of an actor, which it may have caused."""
+"""Times that a piece of work is begun, each but the first after an actor died at it: it may be what kills them."""
 PIECES = 4
 """Pieces for each engine, at least, where there is work enough: so that none waits long for the last one."""
 
