@@ -22,6 +22,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from jhybrid.config import EngineConfig, api_keys, environment
 from jhybrid.errors import JhybridError, RequestError
 from jhybrid.fleet import RayOptions
+from jhybrid.logs import LogFormat, log_to_stderr
 from jhybrid.request import Request, SamplingParams
 from jhybrid.train.recipe import TrainConfig
 
@@ -367,6 +368,10 @@ class Serve:
     """Seconds that running requests have to finish after SIGTERM."""
     watchdog_seconds: float = 120.0
     """Health turns NOT_SERVING when no step ends for so long though there is work; 0 for never."""
+    log_format: LogFormat = "text"
+    """Log lines for people or, as JSON, for programs."""
+    log_prompts: bool = False
+    """Have the prompts in the log lines of calls."""
     config: Path | None = None
     """TOML file with settings; also from $JHYBRID_CONFIG."""
     print_config: bool = False
@@ -394,6 +399,7 @@ class Serve:
         if command.print_config:
             print(settings.as_toml(command), end="")
             sys.exit(0)
+        log_to_stderr(command.log_format)
         if settings.sources:
             logging.getLogger("jhybrid").info("settings from %s", ", ".join(settings.sources))
         return command
@@ -411,6 +417,7 @@ class Serve:
                 served_model_name=self.served_model_name,
                 drain_timeout=self.drain_timeout,
                 watchdog_seconds=self.watchdog_seconds,
+                log_prompts=self.log_prompts,
                 json_output=self.json,
             )
         )
@@ -484,7 +491,7 @@ def main() -> None:
     """Entry point of `jhybrid`."""
     asks_json = "--json" in sys.argv
     try:
-        _log_to_stderr(logging.INFO if sys.argv[1:2] == ["serve"] else logging.WARNING)
+        _log_to_stderr()
         command = (
             Serve.of(sys.argv[2:])
             if sys.argv[1:2] == ["serve"]
@@ -502,11 +509,10 @@ def main() -> None:
         sys.exit(130)
 
 
-def _log_to_stderr(level: int) -> None:
+def _log_to_stderr() -> None:
+    """What anybody should know of; `serve` has logs of its own."""
     handler = RichHandler(console=Console(stderr=True), show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    for name in ("jhybrid", "jhybrid_server"):
-        logging.getLogger(name).setLevel(level)
 
 
 if __name__ == "__main__":

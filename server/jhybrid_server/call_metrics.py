@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
@@ -89,17 +89,21 @@ class CallMetrics(Collector):
             raise
 
     @contextlib.contextmanager
-    def outcome(self) -> Iterator[None]:
-        """Count a call by what its block raises."""
-        started = time.monotonic()
+    def outcome(self, ended: Callable[[str, float, BaseException | None], None]) -> Iterator[None]:
+        """Count a call by what its block raises, and tell `ended` the outcome, the seconds and the error."""
+        started, outcome, cause = time.monotonic(), "ok", None
         try:
             yield
             self._calls.labels("ok").inc()
         except BaseException as error:
-            self._count(error)
+            outcome, cause = self._count(error), error
             raise
         finally:
-            self._histograms["e2e_request_latency_seconds"].observe(time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._histograms["e2e_request_latency_seconds"].observe(seconds)
+            ended(outcome, seconds, cause)
 
-    def _count(self, error: BaseException) -> None:
-        self._calls.labels(next(name for kind, name in OUTCOMES if isinstance(error, kind))).inc()
+    def _count(self, error: BaseException) -> str:
+        outcome = next(name for kind, name in OUTCOMES if isinstance(error, kind))
+        self._calls.labels(outcome).inc()
+        return outcome

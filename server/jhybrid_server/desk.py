@@ -18,6 +18,7 @@ from jhybrid.errors import JhybridError, RequestError, StepError
 from jhybrid.request import Delta, Request
 from jhybrid.tokenizer import Tokenizer
 from jhybrid_server.bridge import Bridge, NotReadyError, Result, ServedEngine, Stream, StuckError
+from jhybrid_server.call_log import CallLog
 from jhybrid_server.call_metrics import CallMetrics
 from jhybrid_server.statuses import AbortedError, ModelNotFoundError
 from jhybrid_server.usage import Timing, Usage
@@ -39,6 +40,8 @@ class Call:
         self.ended_well = False
         """Whether the delta just given out is the last, and no answer has failed."""
         self._desk, self._streams, self._started = desk, streams, started
+        self.name = streams[0].name if streams else ""
+        """Id of its first request."""
         self._numbers = {stream.name: i for i, stream in enumerate(streams)}
         self._cached = [0] * len(streams)
         self._completion_tokens = 0
@@ -123,12 +126,13 @@ class Call:
 class Desk:
     """One for a process. `draining` closes it to new calls; `running` counts those inside."""
 
-    def __init__(self, bridge: Bridge, model_name: str, watchdog_seconds: float = 0.0):
+    def __init__(self, bridge: Bridge, model_name: str, watchdog_seconds: float = 0.0, call_log: CallLog | None = None):
         """With work and no step that ends for `watchdog_seconds`, calls are refused until one does; 0: never."""
         self.bridge = bridge
         self.model_name = model_name
         self.watchdog_seconds = watchdog_seconds
         self.metrics = CallMetrics()
+        self.log = call_log or CallLog()
         self.draining = False
         self.running = 0
 
@@ -140,7 +144,12 @@ class Desk:
         requests are queued or none is.
         """
         started = time.monotonic()
-        with self.metrics.outcome():
+        call: Call | None = None
+
+        def ended(outcome: str, seconds: float, error: BaseException | None) -> None:
+            self.log.write(requests, call, outcome, seconds, error)
+
+        with self.metrics.outcome(ended):
             self.check_model(model)
             self.check_open()
             self.running += 1

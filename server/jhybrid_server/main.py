@@ -19,6 +19,7 @@ from jhybrid.request import Request, SamplingParams
 from jhybrid.startup import Startup
 from jhybrid_server.announcement import Announcement
 from jhybrid_server.bridge import Bridge, ServedEngine, StuckError
+from jhybrid_server.call_log import CallLog
 from jhybrid_server.client import Client
 from jhybrid_server.desk import Desk
 from jhybrid_server.grpc_server import GrpcServer, Health
@@ -53,6 +54,7 @@ def serve(
     served_model_name: str | None = None,
     drain_timeout: float = 30.0,
     watchdog_seconds: float = 0.0,
+    log_prompts: bool = False,
     json_output: bool = False,
     make_engine: Callable[[Startup], ServedEngine] | None = None,
 ) -> int:
@@ -66,7 +68,7 @@ def serve(
     """
     startup = Startup()
     bridge = Bridge(partial(make_engine or partial(_engine, config), startup), startup)
-    desk = Desk(bridge, served_model_name or config.model, watchdog_seconds)
+    desk = Desk(bridge, served_model_name or config.model, watchdog_seconds, CallLog(log_prompts))
     code = asyncio.run(_serve(desk, listening, drain_timeout, json_output))
     if not bridge.close(timeout=10.0 if bridge.started else 1.0):
         # The engine's thread is loading, compiling or inside a step, none of which can be interrupted.
