@@ -399,15 +399,13 @@ class Serve:
         if command.print_config:
             print(settings.as_toml(command), end="")
             sys.exit(0)
-        log_to_stderr(command.log_format)
-        if settings.sources:
-            logging.getLogger("jhybrid").info("settings from %s", ", ".join(settings.sources))
         return command
 
     def run(self) -> None:
         from jhybrid_server.main import Listening, serve
         from jhybrid_server.tls import ServerTls
 
+        log_to_stderr(self.log_format)
         tls = ServerTls.of(self.tls_cert, self.tls_key, self.tls_ca)
 
         sys.exit(

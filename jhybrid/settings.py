@@ -66,11 +66,6 @@ class Settings(Generic[Command]):
                 raise ConfigError(variable, f"{_shown(name, text, self._secret)}: {_why(error)}{hint}") from error
             self._sources[name] = variable
 
-    @property
-    def sources(self) -> list[str]:
-        """Where values came from."""
-        return sorted(set(self._sources.values()))
-
     def defaults(self) -> Command:
         """The command that no flag changes, without its secrets, so that no help text can show them.
 
