@@ -189,7 +189,7 @@ async def over_grpc(client: AsyncClient, asked: Asked, book: Book) -> str:
             if await _read(client, request, asked, book, started) == "left":
                 return "left"
         else:
-            answer = await client.generate(request, timeout=0.3 if kind == "late" else PATIENCE)
+            answer = await client.generate(request, timeout=0.3 if kind == "late" else None)
             [completion] = answer.output.completions
             if kind in ("wrong", "long") or (completion.finish_reason, len(completion.token_ids)) != ("length", tokens):
                 raise Wrong(f"{completion.finish_reason} after {len(completion.token_ids)} of {tokens} tokens")
