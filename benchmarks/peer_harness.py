@@ -4,7 +4,7 @@
     OTHER_PYTHON benchmarks/peer_harness.py CHECKPOINT ITEMS.json MAX_LENGTH
 
 Prints one JSON object; `eval.py` runs it beside the engine. The harness's own scoring loop is given token ids. Batches
-of 1 and 8 are tried on the first items, and the faster is measured.
+of 1 and 8 are tried on the first items, and the faster way is measured.
 """
 
 import json
@@ -46,10 +46,11 @@ def main() -> None:
     found = {"engine": f"lm-eval {__version__} hf, transformers {transformers.__version__}, torch {torch.__version__}"}
     with open(path) as file:
         work = json.load(file)
+    first = next(iter(work.values()))[:8]
+    score(model, tokenizer, 1, int(length), first[:1])
+    tried = {size: score(model, tokenizer, size, int(length), first)[0] for size in TRIED}
+    size = min(tried, key=tried.__getitem__)
     for name, items in work.items():
-        score(model, tokenizer, 1, int(length), items[:1])
-        tried = {size: score(model, tokenizer, size, int(length), items[:8])[0] for size in TRIED}
-        size = min(tried, key=tried.__getitem__)
         seconds, totals = score(model, tokenizer, size, int(length), items)
         found[name] = {
             "items": len(items),

@@ -1,12 +1,14 @@
 """The scorer against the harness's own `hf` model; make_hf_likelihoods.py made its numbers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jhybrid.evaluate.scorer import Scorer
 from jhybrid.evaluate.windows import continuation_window
+from jhybrid.request import Request, SamplingParams
 from tests.engine.bed import caching, engine_of
 
 GOLDEN = json.loads((Path(__file__).parent / "hf_likelihoods.json").read_text())
@@ -29,3 +31,22 @@ def test_totals_and_greedy_flags_are_those_of_hf(name: str, shared: bool):
         assert score.total == pytest.approx(case["total"], abs=1e-4 * window.num_scored), len(case["context"])
         assert score.is_greedy == case["is_greedy"]
     assert any(score.is_greedy and window.num_scored > 1 for window, score in zip(windows, found, strict=True))
+
+
+def test_sampled_requests_beside_change_nothing():
+    cases = GOLDEN["models"]["nemotron_h_moe"]
+    windows = [continuation_window(c["context"], c["continuation"], GOLDEN["max_length"]) for c in cases]
+    engine = engine_of("nemotron_h_moe")
+    sampling = SamplingParams(max_tokens=200, temperature=2.0, ignore_eos=True)
+    for seed in range(3):
+        engine.submit(Request(prompt_token_ids=[seed + 5, 7], sampling=replace(sampling, seed=seed)))
+    before = engine.stats.output_tokens
+    found = Scorer(engine).score(windows)
+    assert engine.stats.output_tokens > before + 3
+    for name in list(engine._sequences):
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    for case, window, score in zip(cases, windows, found, strict=True):
+        assert score.total == pytest.approx(case["total"], abs=1e-4 * window.num_scored)
+        assert score.is_greedy == case["is_greedy"]
