@@ -141,7 +141,10 @@ def main() -> None:
     if asked.one:
         print(json.dumps(measure(asked.one, "auto", asked.questions)))
         return
-    found: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": machine()}
+    command = f"python benchmarks/eval.py --questions {asked.questions}"
+    if asked.peer:
+        command += f" --rounds {asked.rounds} --peer OTHER_PYTHON={asked.peer.split('=')[1]}"
+    found: dict[str, Any] = {"command": command, "machine": machine()}
     if asked.peer:
         found |= beside(asked.peer, asked.questions, asked.rounds)
         show(found)

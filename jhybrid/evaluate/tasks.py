@@ -36,6 +36,8 @@ class Evaluation:
             raise ConfigError(
                 "tasks", f"lm-evaluation-harness is needed ({error}); install it: pip install 'jhybrid[eval]'"
             ) from error
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise ConfigError("include_path", f"{self.include_path} is no folder; give one with the tasks' YAML files")
         path = None if self.include_path is None else str(self.include_path)
         asked = [name for given in self.tasks for name in given.split(",") if name]
         manager = TaskManager(include_path=path, include_defaults=False)

@@ -109,8 +109,8 @@ def _asked(record: dict[str, Any], custom_id: str, taken: set[str]) -> tuple[str
 class Answers:
     """The file of answers, of which complete lines are kept and go with the first lines of the input."""
 
-    def __init__(self, path: Path, lines: Sequence[Line]):
-        """Raises ConfigError if the file has answers to other lines."""
+    def __init__(self, path: Path, lines: Sequence[Line], model: str):
+        """Raises ConfigError if the file has answers to other lines, or by another model than the one of this name."""
         kept = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         self.failed = 0
         for number, text in enumerate(kept):
@@ -118,11 +118,16 @@ class Answers:
             try:
                 record = json.loads(text)
                 found, failed = record["custom_id"], record["error"] is not None
+                by = model if failed else record["response"]["body"]["model"]
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError("output", f"{path}, line {number + 1} is no answer; name another file") from error
             if found != asked or number >= len(lines):
                 raise ConfigError(
                     "output", f"{path} answers other lines: line {number + 1} is of {found!r}; name another file"
+                )
+            if by != model:
+                raise ConfigError(
+                    "output", f"{path}, line {number + 1} was answered by {by!r}, not {model!r}; name another file"
                 )
             self.failed += failed
         self.done = len(kept)
@@ -246,10 +251,11 @@ def run_batch(
     for the engine in tests.
     """
     lines = read_lines(source)
-    answers = Answers(target, lines)
+    name = served_model_name or config.model
+    answers = Answers(target, lines, name)
     resumed = answers.done
     left = lines[resumed:]
-    office = partial(Office, config, served_model_name or config.model, make_engine or partial(Engine, config))
+    office = partial(Office, config, name, make_engine or partial(Engine, config))
     try:
         done = progress(len(lines))
         done(resumed)

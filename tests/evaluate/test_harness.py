@@ -130,7 +130,11 @@ def test_the_eval_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     results = json.loads(output.read_text())
     assert results["results"]["demo_next_line"]["sample_len"] == 4
     assert results["config"]["model_args"]["max_model_len"] == 128
-    monkeypatch.setattr(sys, "argv", ["jhybrid", "eval", "--tasks", "no_such_task", "--include-path", str(TASKS)])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "tasks: no_such_task: no such task" in capsys.readouterr().err
+    for task, folder, message in (
+        ("no_such_task", TASKS, "tasks: no_such_task: no such task"),
+        ("demo_next_line", tmp_path / "none", f"include_path: {tmp_path / 'none'} is no folder"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["jhybrid", "eval", "--tasks", task, "--include-path", str(folder)])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert message in capsys.readouterr().err

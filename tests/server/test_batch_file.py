@@ -152,14 +152,22 @@ def test_answers_to_something_else_are_left_alone(tmp_path: Path):
     source = write(tmp_path / "in.jsonl", [completion("a", "to be"), completion("b", "or not")])
     target = tmp_path / "out.jsonl"
     for content, message in (
-        ('{"custom_id": "b", "error": null}\n', "line 1 is of 'b'"),
-        ('{"custom_id": "a", "error": null}\n' * 3, "line 2 is of 'a'"),
+        ('{"custom_id": "b", "error": {}}\n', "line 1 is of 'b'"),
+        ('{"custom_id": "a", "error": {}}\n' * 3, "line 2 is of 'a'"),
         ("a diary\n", "line 1 is no answer"),
     ):
         target.write_text(content)
         with pytest.raises(ConfigError, match=message):
             run_batch(CONFIG, source, target, make_engine=toy)
         assert target.read_text() == content
+
+
+def test_answers_by_another_model_are_not_gone_on_with(tmp_path: Path):
+    source = write(tmp_path / "in.jsonl", [completion("a", "to be"), completion("b", "or not")])
+    target = tmp_path / "out.jsonl"
+    run_batch(CONFIG, source, target, served_model_name="one", make_engine=toy)
+    with pytest.raises(ConfigError, match="line 1 was answered by 'one', not 'other'"):
+        run_batch(CONFIG, source, target, served_model_name="other", make_engine=toy)
 
 
 def test_a_dead_engine_answers_nothing(tmp_path: Path):
