@@ -364,6 +364,11 @@ class Serve:
     """Authority (PEM) whose clients alone may connect."""
     served_model_name: str | None = None
     """Name that clients use; the model argument unless given."""
+    tool_call_parser: str = "auto"
+    """How the model writes calls of tools: hermes, qwen3_coder, nemotron_json, lfm2, kimi_k2, jamba, none, or auto,
+    which is what the chat template shows."""
+    reasoning_parser: str = "auto"
+    """How the model marks its reasoning: think, none, or auto, which is what the chat template shows."""
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     watchdog_seconds: float = 120.0
@@ -402,6 +407,7 @@ class Serve:
         return command
 
     def run(self) -> None:
+        from jhybrid_server.dialect import Parsers
         from jhybrid_server.main import Listening, serve
         from jhybrid_server.tls import ServerTls
 
@@ -417,6 +423,7 @@ class Serve:
                 watchdog_seconds=self.watchdog_seconds,
                 log_prompts=self.log_prompts,
                 json_output=self.json,
+                parsers=Parsers(self.tool_call_parser, self.reasoning_parser),
             )
         )
 

@@ -109,7 +109,7 @@ class Grammars:
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
         """The vocabulary as a trie, made when it is first asked for."""
-        wrapper = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos[0]))
+        wrapper = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos))
         return LLTokenizer(wrapper, eos_token=self._eos)
 
     @functools.cached_property
@@ -205,11 +205,12 @@ class Constraint:
 class _Vocabulary:
     """The tokenizer as llguidance reads it. Ids that the tokenizer has no bytes for are never allowed."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
+        """End tokens are never text, also where the tokenizer has text for them: they end the answer."""
         self._tokenizer = tokenizer
-        self.eos_token_id, self.bos_token_id = eos_token_id, tokenizer.bos_token_id
+        self.eos_token_id, self.bos_token_id = eos_token_ids[0], tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
-        self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
+        self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i) or i in eos_token_ids]
         special = set(self.special_token_ids)
         self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
         self._longest = max(map(len, self._ids), default=0)

@@ -48,7 +48,7 @@ class Answering:
                 parts = await call.answers()
 
                 def response() -> JSONResponse:
-                    return JSONResponse(self._envelope(answers.kind, answers.wholes(parts)) | cost(call))
+                    return JSONResponse(self._envelope(answers.kind, answers.wholes(parts)) | cost(call, answers))
 
                 usage = call.usage
                 is_long = usage.prompt_tokens + usage.completion_tokens > LONG_ANSWER
@@ -71,7 +71,7 @@ class Answering:
                     for choice in answers.chunks(number, delta):
                         await events.write(self._envelope(kind, [choice]) | extra)
                 if self._body.wants_stream_usage:
-                    await events.write(self._envelope(kind, []) | cost(call))
+                    await events.write(self._envelope(kind, []) | cost(call, answers))
                 await events.end("[DONE]")
         except Stalled:
             raise

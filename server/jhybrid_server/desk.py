@@ -20,6 +20,7 @@ from jhybrid.tokenizer import Tokenizer
 from jhybrid_server.bridge import Bridge, NotReadyError, Result, ServedEngine, Stream, StuckError
 from jhybrid_server.call_log import CallLog
 from jhybrid_server.call_metrics import CallMetrics
+from jhybrid_server.dialect import Dialect, Parsers
 from jhybrid_server.statuses import AbortedError, ModelNotFoundError
 from jhybrid_server.usage import Timing, Usage
 
@@ -126,11 +127,19 @@ class Call:
 class Desk:
     """One for a process. `draining` closes it to new calls; `running` counts those inside."""
 
-    def __init__(self, bridge: Bridge, model_name: str, watchdog_seconds: float = 0.0, call_log: CallLog | None = None):
+    def __init__(
+        self,
+        bridge: Bridge,
+        model_name: str,
+        watchdog_seconds: float = 0.0,
+        call_log: CallLog | None = None,
+        parsers: Parsers | None = None,
+    ):
         """With work and no step that ends for `watchdog_seconds`, calls are refused until one does; 0: never."""
         self.bridge = bridge
         self.model_name = model_name
         self.watchdog_seconds = watchdog_seconds
+        self._parsers = parsers or Parsers()
         self.metrics = CallMetrics()
         self.log = call_log or CallLog()
         self.draining = False
@@ -187,6 +196,11 @@ class Desk:
         """Raises ModelNotFoundError for a name other than the served one; an empty one means whichever is served."""
         if model and model != self.model_name:
             raise ModelNotFoundError(f"model: {model[:200]!r} is not served here, {self.model_name!r} is")
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes reasoning and calls of tools."""
+        return self._parsers.dialect(self.bridge.engine.tokenizer)
 
     def tokenizer(self, field: str) -> Tokenizer:
         """Raises RequestError naming `field` where the model has none."""

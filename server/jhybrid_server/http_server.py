@@ -85,9 +85,10 @@ class Endpoints:
             body = await read(request, ChatBody)
             body.check()
             self._desk.check_model(body.model)
-            tokenizer = self._desk.bridge.engine.tokenizer
-            requests = [body.request(name, await self._desk.chat_prompt(**rendering(body)))]
-        return Answering(self._desk, body, name, requests, lambda call: ChatAnswers(body, call, tokenizer))
+            prompt = await self._desk.chat_prompt(**rendering(body))
+            talk = body.talk(self._desk.dialect, self._desk.tokenizer("messages"), prompt)
+            requests = [body.request(name, prompt, talk)]
+        return Answering(self._desk, body, name, requests, lambda call: ChatAnswers(body, call, talk))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

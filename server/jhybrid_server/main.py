@@ -22,6 +22,7 @@ from jhybrid_server.bridge import Bridge, ServedEngine, StuckError
 from jhybrid_server.call_log import CallLog
 from jhybrid_server.client import Client
 from jhybrid_server.desk import Desk
+from jhybrid_server.dialect import Parsers
 from jhybrid_server.grpc_server import GrpcServer, Health
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
@@ -56,6 +57,7 @@ def serve(
     watchdog_seconds: float = 0.0,
     log_prompts: bool = False,
     json_output: bool = False,
+    parsers: Parsers | None = None,
     make_engine: Callable[[Startup], ServedEngine] | None = None,
 ) -> int:
     """Serve over HTTP and gRPC until SIGTERM or SIGINT; returns the process's exit code.
@@ -68,7 +70,7 @@ def serve(
     """
     startup = Startup()
     bridge = Bridge(partial(make_engine or partial(_engine, config), startup), startup)
-    desk = Desk(bridge, served_model_name or config.model, watchdog_seconds, CallLog(log_prompts))
+    desk = Desk(bridge, served_model_name or config.model, watchdog_seconds, CallLog(log_prompts), parsers)
     code = asyncio.run(_serve(desk, listening, drain_timeout, json_output))
     if not bridge.close(timeout=10.0 if bridge.started else 1.0):
         # The engine's thread is loading, compiling or inside a step, none of which can be interrupted.

@@ -6,14 +6,18 @@ A stream's chunk and a whole answer are made by the same code: a whole answer is
 import codecs
 import math
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jhybrid.request import Delta, TokenLogprobs
 from jhybrid.tokenizer import Tokenizer
+from jhybrid_server.answer_parser import Parts
 from jhybrid_server.desk import Call
 from jhybrid_server.openai_schema import ChatBody, CompletionBody
+from jhybrid_server.openai_tools import call_body
+from jhybrid_server.talk import Reading, Talk
 
 LEAST_LOGPROB = -9999.0
 """What JSON shows for the log-probability of what cannot be; it has no minus infinity."""
@@ -61,6 +65,11 @@ class CompletionAnswers:
         self._prompts: dict[int, list[TokenLogprobs | None]] = {}
         self._early: dict[int, list[Delta]] = defaultdict(list)
         self._echoed: set[int] = set()
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What usage says of the tokens beyond their numbers."""
+        return {}
 
     def begin(self) -> list[dict[str, Any]]:
         """Choices of a stream before the first delta."""
@@ -132,8 +141,10 @@ class ChatAnswers:
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, call: Call, tokenizer: Tokenizer | None):
-        self._body, self._tokenizer = body, tokenizer
+    def __init__(self, body: ChatBody, call: Call, talk: Talk):
+        del call
+        self._body, self._talk, self._tokenizer = body, talk, talk.tokenizer
+        self._readings: dict[int, Reading] = defaultdict(lambda: Reading(talk))
 
     def begin(self) -> list[dict[str, Any]]:
         """Choices of a stream before the first delta: who speaks."""
@@ -145,23 +156,46 @@ class ChatAnswers:
     def chunks(self, number: int, delta: Delta) -> list[dict[str, Any]]:
         """Choices that a delta adds to a stream."""
         del number
-        if not (delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs):
+        reading = self._readings[delta.index]
+        first_call = reading.num_calls
+        parts = reading.take(delta)
+        if not (parts or delta.finish_reason or delta.logprobs or delta.prompt_logprobs):
             return []
-        return [self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})]
+        said: dict[str, Any] = {"content": parts.content} if parts.content else {}
+        if parts.reasoning:
+            said["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            said["tool_calls"] = [{"index": first_call + i} | call for i, call in enumerate(_calls(parts))]
+        return [self._choice(delta, {"delta": said}, reading)]
 
     def wholes(self, answers: dict[tuple[int, int], Delta]) -> list[dict[str, Any]]:
         """The choices of whole answers, by number of prompt and of answer."""
-        return [
-            self._choice(delta, {"message": {"role": "assistant", "content": delta.text}})
-            for _, delta in sorted(answers.items())
-        ]
+        return [self._whole(delta) for _, delta in sorted(answers.items())]
 
-    def _choice(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, delta: Delta) -> dict[str, Any]:
+        reading = self._readings[delta.index]
+        parts = reading.take(delta)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message |= {"content": parts.content or None, "tool_calls": _calls(parts)}
+        return self._choice(delta, {"message": message}, reading)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What usage says of the tokens, in OpenAI's form."""
+        if self._talk.reasoning is None:
+            return {}
+        count = sum(reading.reasoning_tokens for reading in self._readings.values())
+        return {"completion_tokens_details": {"reasoning_tokens": count}}
+
+    def _choice(self, delta: Delta, said: dict[str, Any], reading: Reading) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
             logprobs = {"content": [self._logprob(token, entry) for token, entry in pairs]}
-        choice = {"index": delta.index, **said, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        choice = {"index": delta.index, **said, "logprobs": logprobs, "finish_reason": reading.finish_reason(delta)}
         choice["stop_reason"] = delta.stop_reason
         if delta.prompt_logprobs is not None:
             choice["prompt_logprobs"] = _prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
@@ -176,6 +210,11 @@ class ChatAnswers:
         return {"token": token_text(self._tokenizer, token), "logprob": _finite(logprob), "bytes": piece}
 
 
+def _calls(parts: Parts) -> list[dict[str, Any]]:
+    """Calls in OpenAI's form, each with an id of its own."""
+    return [call_body(call, call.id or f"call_{uuid.uuid4().hex[:24]}") for call in parts.calls]
+
+
 Answers = CompletionAnswers | ChatAnswers
 
 
@@ -184,7 +223,7 @@ def envelope(name: str, kind: str, model: str, choices: Sequence[dict[str, Any]]
     return {"id": name, "object": kind, "created": created, "model": model, "choices": list(choices)}
 
 
-def cost(call: Call) -> dict[str, Any]:
+def cost(call: Call, answers: Answers) -> dict[str, Any]:
     """Usage in OpenAI's form, and beside it what else is known: why the cache gave no more, and times in seconds."""
     usage, timing = call.usage, call.timing
     return {
@@ -193,6 +232,7 @@ def cost(call: Call) -> dict[str, Any]:
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            **answers.details,
         },
         "jhybrid": {
             "miss_cause": usage.miss_cause,

@@ -6,13 +6,17 @@ What a value may be beyond its type is the engine's to say.
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from jhybrid.errors import RequestError
 from jhybrid.request import MAX_LOGIT_BIAS, SCALARS, Request, SamplingParams
+from jhybrid.tokenizer import Tokenizer
+from jhybrid_server.dialect import Dialect
 from jhybrid_server.openai_formats import MOVED, RENAMES, ResponseFormat, StructuredOutputsBody, structured_outputs
+from jhybrid_server.openai_tools import CallBody, NamedTool, ToolBody, tools_of
+from jhybrid_server.talk import Choice, Talk
 
 MAX_PROMPTS = 1024
 TOKEN_ID = re.compile(r"-?\d{1,19}")
@@ -71,8 +75,7 @@ Stop = Annotated[list[str] | None, BeforeValidator(_as_list)]
 Prompts = Annotated[list[Any], BeforeValidator(_as_prompts)]
 Content = Annotated[str, BeforeValidator(_as_text)]
 NoSuffix = Annotated[Any, AfterValidator(_refused("text can only be continued, not filled in", ""))]
-NoTools = Annotated[Any, AfterValidator(_refused("this server parses no tool calls", []))]
-NoToolChoice = Annotated[Any, AfterValidator(_refused("this server parses no tool calls", "none"))]
+NoFunctions = Annotated[Any, AfterValidator(_refused("give tools and tool_choice"))]
 NoStore = Annotated[Any, AfterValidator(_refused("nothing is kept", False))]
 
 
@@ -193,18 +196,35 @@ class CompletionBody(GenerationBody):
 
 class Message(Body):
     role: str
-    content: Content
+    content: Content | None = None
     name: str | None = None
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self, field: str) -> dict[str, Any]:
+        """As chat templates read it. RequestError for fields that the role has not."""
+        calls = [call.for_template(f"{field}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
+        owners = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+        for name, role in owners.items():
+            if getattr(self, name) is not None and self.role != role:
+                raise RequestError(f"{field}.{name}", f"is not for the role {self.role[:40]!r}; remove it")
+        if self.content is None and not calls:
+            raise RequestError(f"{field}.content", "must be a text")
+        said = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        return {"content": ""} | said | ({"tool_calls": calls} if calls else {})
 
 
 def rendering(body: "ChatBody | TokenizeBody") -> dict[str, Any]:
     """What the chat template is given. RequestError."""
     variables = body.chat_template_kwargs or {}
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered] if isinstance(body, ChatBody) else []
     taken = {"messages", "tools", "add_generation_prompt"} & set(variables)
     if taken:
         raise RequestError("chat_template_kwargs", f"{', '.join(sorted(taken))}: not here, it is no variable")
     return {
-        "messages": [message.model_dump(exclude_none=True) for message in body.messages or ()],
+        "messages": [said.for_template(f"messages[{i}]") for i, said in enumerate(body.messages or ())],
+        **({"tools": tools} if tools else {}),
         "add_generation_prompt": body.add_generation_prompt is not False,
         **variables,
     }
@@ -219,9 +239,11 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: NoTools = None
-    tool_choice: NoToolChoice = None
-    functions: NoTools = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    functions: NoFunctions = None
+    function_call: NoFunctions = None
     store: NoStore = None
 
     @property
@@ -237,12 +259,29 @@ class ChatBody(GenerationBody):
             raise RequestError("top_logprobs", "needs logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_completion_tokens", "differs from max_tokens; give one of them")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise RequestError("tool_choice", "needs tools; give some, or leave it out")
 
-    def request(self, name: str, prompt: str) -> Request:
+    @property
+    def offered(self) -> list[ToolBody]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def talk(self, dialect: Dialect, tokenizer: Tokenizer, prompt: str) -> Talk:
+        """What the answers may hold. RequestError for tools that the model cannot call."""
+        tools = tools_of(self.offered, dialect.tool_format()) if self.offered else []
+        several = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            choice = Choice("required", self.tool_choice.function.name, several=False)
+        else:
+            choice = Choice(self.tool_choice or "auto", several=several)
+        return Talk(dialect, tokenizer, dialect.reasoning(prompt), tools, choice)
+
+    def request(self, name: str, prompt: str, talk: Talk) -> Request:
         """`prompt` is what the chat template made; it has its special tokens already."""
         limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        sampling = self._sampling(max_tokens=limit, logprobs=logprobs)
+        sampling = talk.bind(self._sampling(max_tokens=limit, logprobs=logprobs))
         return Request(prompt=prompt, sampling=sampling, request_id=name, add_special_tokens=False, **self._hints())
 
 

@@ -64,6 +64,8 @@ class FakeEngine:
         self.gate.set()
         self.closed = False
         self.flushes = 0
+        self.script: bytes | None = None
+        """What it says instead of letters, a byte in each step."""
         self._told: list[Delta] = []
 
     @property
@@ -135,7 +137,7 @@ class FakeEngine:
         if sampling.max_tokens == 0:
             delta.finish_reason, entry.made[index] = "length", -1
             return delta
-        token = letter(len(entry.prompt), index, made)
+        token = letter(len(entry.prompt), index, made) if self.script is None else self.script[made]
         delta.token_ids, delta.text = [token], chr(token)
         if sampling.logprobs is not None:
             delta.logprobs = [[(token, -0.5), *((98, -1.5 - i) for i in range(sampling.logprobs))]]
@@ -144,6 +146,8 @@ class FakeEngine:
             delta.finish_reason, delta.stop_reason, delta.text = "stop", delta.text, ""
         elif token in sampling.stop_token_ids:
             delta.finish_reason, delta.stop_reason = "stop", token
+        elif self.script is not None and made == len(self.script):
+            delta.finish_reason = "stop"
         elif made == (MAX_MODEL_LEN - len(entry.prompt) if sampling.max_tokens is None else sampling.max_tokens):
             delta.finish_reason = "length"
         entry.made[index] = -1 if delta.finish_reason else made

@@ -163,6 +163,10 @@ def test_chat_stream(served: Served):
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "["}}],
+}
 BAD_COMPLETIONS = [
     ("n", {"n": 0}),
     ("n", {"n": 10**6}),
@@ -221,8 +225,13 @@ def test_bad_completions_name_the_field(served: Served, engine: FakeEngine, para
         ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
         ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "x", "tool_calls": []}]}),
+        ("messages[0].tool_call_id", {"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}),
+        ("messages[0].reasoning_content", {"messages": [{"role": "user", "content": "x", "reasoning_content": "x"}]}),
+        ("messages[0].tool_calls[0].function.arguments", {"messages": [CALLED]}),
         ("messages", {"messages": [{"role": "user", "content": "x" * 3000}]}),
-        ("tools", {"tools": [{"type": "function"}]}),
+        ("tools[0].function", {"tools": [{"type": "function"}]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("functions", {"functions": [{"name": "f"}]}),
         ("tool_choice", {"tool_choice": "auto"}),
         ("response_format.type", {"response_format": {"type": "xml"}}),
         ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),

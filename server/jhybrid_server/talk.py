@@ -1,0 +1,89 @@
+"""Talk: what one chat may say besides content. It binds the request before, and reads the answers after."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jhybrid.errors import RequestError
+from jhybrid.request import Delta, SamplingParams
+from jhybrid.structured_outputs import Reasoning
+from jhybrid.tokenizer import Tokenizer
+from jhybrid_server.answer_parser import AnswerParser, Parts
+from jhybrid_server.dialect import Dialect
+from jhybrid_server.tool_formats import Tool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether tools are to be called: by whichever name, or this one."""
+
+    kind: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+    several: bool = True
+
+
+@dataclass(frozen=True)
+class Talk:
+    """One chat in the model's dialect, its prompt rendered."""
+
+    dialect: Dialect
+    tokenizer: Tokenizer
+    reasoning: Reasoning | None
+    tools: Sequence[Tool] = ()
+    choice: Choice = Choice()
+
+    def bind(self, sampling: SamplingParams) -> SamplingParams:
+        """With what the answer must look like: calls that are required, and whatever it is after the reasoning."""
+        wanted = sampling.structured_outputs
+        if self.choice.kind == "required":
+            if wanted is not None:
+                raise RequestError("tool_choice", "requires a call beside a form of the answer; leave one of them out")
+            wanted = self.dialect.calls(self.tokenizer, self._callable(), self.choice.several)
+        if wanted is not None:
+            wanted = replace(wanted, reasoning=self.reasoning)
+        shown = self.dialect.needs_control_tokens(self.tokenizer, self.tools)
+        return replace(
+            sampling,
+            structured_outputs=wanted,
+            skip_special_tokens=sampling.skip_special_tokens and not shown,
+        )
+
+    def _callable(self) -> list[Tool]:
+        found = [tool for tool in self.tools if self.choice.name in (None, tool.name)]
+        if not found:
+            raise RequestError("tool_choice.function.name", f"{self.choice.name!r} is none of the tools")
+        return found
+
+
+class Reading:
+    """One answer of a talk while it comes in."""
+
+    def __init__(self, talk: Talk):
+        self._talk = talk
+        self._parser = AnswerParser(talk.reasoning, talk.tools, talk.dialect.tools, several=talk.choice.several)
+        self._token_ids: list[int] = []
+        self.num_calls = 0
+        """Calls that have come out."""
+
+    def take(self, delta: Delta) -> Parts:
+        """What a delta brings; with its end, all that is left."""
+        parts = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts.add(self._parser.finish())
+        if self._talk.reasoning is not None:
+            self._token_ids += delta.token_ids
+        self.num_calls += len(parts.calls)
+        return parts
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        """OpenAI's: `tool_calls` where an answer with calls has ended by itself."""
+        return "tool_calls" if delta.finish_reason == "stop" and self.num_calls else delta.finish_reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens the reasoning has, markers included."""
+        left, count = len(self._parser.reasoning_text.encode()), 0
+        while left > 0 and count < len(self._token_ids):
+            left -= len(self._talk.tokenizer.token_bytes(self._token_ids[count]))
+            count += 1
+        return count
