@@ -23,7 +23,7 @@ from tests.evaluate.toy_text import LetterTokenizer, text_engine
 
 CONFIG = text_engine()[0].config
 WORDS = ("to be", "or not", "that is the question", "whether", "tis nobler", "in the mind", "to suffer", "the slings")
-THREE = RayOptions(ray=True, num_actors=3)
+TWO, THREE = RayOptions(ray=True, num_actors=2), RayOptions(ray=True, num_actors=3)
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -114,7 +114,7 @@ def test_a_batch_file_s_answers_are_those_of_one_engine(cluster: None, tmp_path:
     one, many, pids = tmp_path / "one.jsonl", tmp_path / "many.jsonl", tmp_path / "pids"
     pids.mkdir()
     run_batch(CONFIG, source, one, make_engine=partial(toy, tmp_path))
-    run = partial(run_batch, CONFIG, source, many, make_engine=partial(toy, pids), cluster=THREE)
+    run = partial(run_batch, CONFIG, source, many, make_engine=partial(toy, pids), cluster=TWO)
     kill = kills_once(pids, 20)
 
     def done(count: int) -> None:
