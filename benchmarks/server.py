@@ -2,8 +2,9 @@
 
     python benchmarks/server.py [--tokens 64] [--repeats 3] [--output benchmarks/results/NAME.json]
 
-The demo model, in turn: the engine in this process, then `jhybrid serve` in another one, asked from here over gRPC and
-HTTP. So server and client share the machine's cores with the engine, and the client's part is in the figures.
+The demo model in turns, so that each answer of the server has a partner: the engine in this process, and
+`jhybrid serve` in another one, asked from here over gRPC and HTTP. Server and client share the machine's cores with the
+engine, and the client's part is in the figures.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from jhybrid_server.client import AsyncClient
 CONFIG = EngineConfig(model="demo", max_num_seqs=32, max_model_len=1024)
 STREAMS = (1, 32, 200)
 Figures = dict[str, float]
+Results = dict[str, dict[str, list[Figures]]]
+"""Way -> number of streams -> a figure per turn."""
 First = Callable[[], None]
 """Told when a stream has its first token."""
 
@@ -80,47 +83,63 @@ async def served(stream: Callable[[int, First], Awaitable[None]], streams: int, 
     return figures(time.perf_counter() - started, list(firsts.values()), streams, tokens)
 
 
-async def of_server(address: dict, tokens: int, repeats: int) -> dict[str, dict[str, list[Figures]]]:
-    """Figures of both protocols in turn, by number of streams."""
-    results: dict[str, dict[str, list[Figures]]] = {"grpc": {}, "http": {}}
+async def measure(engine: Engine, address: dict, tokens: int, repeats: int) -> Results:
+    """Figures of the engine alone and of both protocols, in turns, by number of streams."""
     port = int(address["http"].rpartition(":")[2])
     async with AsyncClient(address["grpc"]) as client:
-        ways = {
-            "grpc": lambda number, first: over_grpc(client, number, tokens, first),
-            "http": lambda number, first: over_http(port, number, tokens, first),
-        }
-        for name, way in ways.items():
-            await served(way, 1, tokens)  # connections, imports and the like
-            for streams in STREAMS:
-                results[name][str(streams)] = [await served(way, streams, tokens) for _ in range(repeats)]
+
+        async def alone(streams: int) -> Figures:
+            return engine_alone(engine, streams, tokens)
+
+        async def grpc(streams: int) -> Figures:
+            return await served(lambda number, first: over_grpc(client, number, tokens, first), streams, tokens)
+
+        async def http(streams: int) -> Figures:
+            return await served(lambda number, first: over_http(port, number, tokens, first), streams, tokens)
+
+        ways = {"engine": alone, "grpc": grpc, "http": http}
+        for way in ways.values():
+            await way(1)  # connections, imports and the like
+        results: Results = {name: {str(streams): [] for streams in STREAMS} for name in ways}
+        for streams in STREAMS:
+            for turn in range(repeats):
+                for name in (*ways, *ways)[turn % 3 : turn % 3 + 3]:
+                    results[name][str(streams)].append(await ways[name](streams))
     return results
 
 
+def print_table(results: Results) -> None:
+    """Medians, and those of each turn's share of the engine's speed and of what it adds to its first token."""
+    print(f"{'':8}{'streams':>8}{'tokens/s':>10}{'of engine':>10}{'first token ms':>16}{'added ms':>10}")
+    for name, by_streams in results.items():
+        for streams, runs in by_streams.items():
+            pairs = list(zip(runs, results["engine"][streams], strict=True))
+            speed = statistics.median(run["tokens_per_second"] for run in runs)
+            share = statistics.median(run["tokens_per_second"] / own["tokens_per_second"] for run, own in pairs)
+            first = statistics.median(run["first_token_ms"] for run in runs)
+            added = statistics.median(run["first_token_ms"] - own["first_token_ms"] for run, own in pairs)
+            print(f"{name:8}{streams:>8}{speed:>10.0f}{share:>10.0%}{first:>16.1f}{added:>10.1f}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     arguments = parser.parse_args()
     tokens, repeats = arguments.tokens, arguments.repeats
-    with Engine(CONFIG) as engine:
-        engine_alone(engine, 1, tokens)
-        alone = {str(n): [engine_alone(engine, n, tokens) for _ in range(repeats)] for n in STREAMS}
     flags = ["--max-num-seqs", str(CONFIG.max_num_seqs), "--max-model-len", str(CONFIG.max_model_len)]
     command = [sys.executable, "-m", "jhybrid.cli", "serve", *flags, "--port", "0", "--grpc-port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with (
+        Engine(CONFIG) as engine,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server,
+    ):
         assert server.stdout is not None
         try:
-            results = {"engine": alone} | asyncio.run(of_server(json.loads(server.stdout.readline()), tokens, repeats))
+            results = asyncio.run(measure(engine, json.loads(server.stdout.readline()), tokens, repeats))
         finally:
             server.terminate()
-    print(f"{'':8}{'streams':>8}{'tokens/s':>10}{'of engine':>10}{'first token ms':>16}")
-    for name, by_streams in results.items():
-        for streams, runs in by_streams.items():
-            speed = statistics.median(run["tokens_per_second"] for run in runs)
-            share = speed / statistics.median(run["tokens_per_second"] for run in alone[streams])
-            first = statistics.median(run["first_token_ms"] for run in runs)
-            print(f"{name:8}{streams:>8}{speed:>10.0f}{share:>10.0%}{first:>16.1f}")
+    print_table(results)
     if arguments.output is not None:
         machine = {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
         text = {"command": f"python benchmarks/server.py --tokens {tokens} --repeats {repeats}", "machine": machine}
