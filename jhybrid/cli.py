@@ -377,6 +377,8 @@ class Serve:
     """Log lines for people or, as JSON, for programs."""
     log_prompts: bool = False
     """Have the prompts in the log lines of calls."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) for a span per call; needs the extra `otel`."""
     config: Path | None = None
     """TOML file with settings; also from $JHYBRID_CONFIG."""
     print_config: bool = False
@@ -422,6 +424,7 @@ class Serve:
                 drain_timeout=self.drain_timeout,
                 watchdog_seconds=self.watchdog_seconds,
                 log_prompts=self.log_prompts,
+                otlp_traces_endpoint=self.otlp_traces_endpoint,
                 json_output=self.json,
                 parsers=Parsers(self.tool_call_parser, self.reasoning_parser),
             )

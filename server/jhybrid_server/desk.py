@@ -11,14 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from jhybrid.chat_template import ChatTemplate
 from jhybrid.errors import JhybridError, RequestError, StepError
 from jhybrid.request import Delta, Request
 from jhybrid.tokenizer import Tokenizer
 from jhybrid_server.bridge import Bridge, NotReadyError, Result, ServedEngine, Stream, StuckError
-from jhybrid_server.call_log import CallLog
 from jhybrid_server.call_metrics import CallMetrics
 from jhybrid_server.dialect import Dialect, Parsers
 from jhybrid_server.statuses import AbortedError, ModelNotFoundError
@@ -124,6 +123,14 @@ class Call:
         return AbortedError("the request was aborted before its answer was complete")
 
 
+class CallObserver(Protocol):
+    """Told of every call at its end."""
+
+    def write(
+        self, requests: Sequence[Request], call: Call | None, outcome: str, seconds: float, error: BaseException | None
+    ) -> None: ...
+
+
 class Desk:
     """One for a process. `draining` closes it to new calls; `running` counts those inside."""
 
@@ -132,7 +139,7 @@ class Desk:
         bridge: Bridge,
         model_name: str,
         watchdog_seconds: float = 0.0,
-        call_log: CallLog | None = None,
+        observers: Sequence[CallObserver] = (),
         parsers: Parsers | None = None,
     ):
         """With work and no step that ends for `watchdog_seconds`, calls are refused until one does; 0: never."""
@@ -141,7 +148,7 @@ class Desk:
         self.watchdog_seconds = watchdog_seconds
         self._parsers = parsers or Parsers()
         self.metrics = CallMetrics()
-        self.log = call_log or CallLog()
+        self.observers = list(observers)
         self.draining = False
         self.running = 0
 
@@ -156,7 +163,8 @@ class Desk:
         call: Call | None = None
 
         def ended(outcome: str, seconds: float, error: BaseException | None) -> None:
-            self.log.write(requests, call, outcome, seconds, error)
+            for observer in self.observers:
+                observer.write(requests, call, outcome, seconds, error)
 
         with self.metrics.outcome(ended):
             self.check_model(model)

@@ -18,6 +18,7 @@ from jhybrid_server.keys import Keys
 from jhybrid_server.scoring import requests_of, scores_of
 from jhybrid_server.statuses import AbortedError, UnauthenticatedError, details_of, status_of
 from jhybrid_server.tls import ServerTls
+from jhybrid_server.tracing import traceparent
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1 import inference_pb2_grpc as services
 
@@ -219,6 +220,7 @@ class GrpcServer:
 @contextlib.asynccontextmanager
 async def _statuses(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     """Ends the call with the status that an error means. Cancellation passes through."""
+    traceparent.set(next((str(v) for k, v in context.invocation_metadata() or () if k == "traceparent"), None))
     try:
         yield
     except JhybridError as error:

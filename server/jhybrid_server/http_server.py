@@ -36,6 +36,7 @@ from jhybrid_server.openai_schema import (
     rendering,
 )
 from jhybrid_server.tls import ServerTls
+from jhybrid_server.tracing import traceparent
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_SECONDS = 30.0
@@ -227,6 +228,8 @@ def application(desk: Desk, keys: Keys) -> ASGIApp:
     app = Starlette(routes=Endpoints(desk).routes(), exception_handlers=dict.fromkeys(errors, _respond))
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        traces = (value for name, value in scope.get("headers", ()) if name == b"traceparent")
+        traceparent.set(next((value.decode("latin-1") for value in traces), None))
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not page_files.is_open(scope["path"]):
             given = next((value for name, value in scope["headers"] if name == b"authorization"), None)
             try:

@@ -27,6 +27,7 @@ from jhybrid_server.grpc_server import GrpcServer, Health
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
 from jhybrid_server.tls import ClientTls, ServerTls
+from jhybrid_server.tracing import CallTracer
 
 log = logging.getLogger("jhybrid_server")
 
@@ -56,6 +57,7 @@ def serve(
     drain_timeout: float = 30.0,
     watchdog_seconds: float = 0.0,
     log_prompts: bool = False,
+    otlp_traces_endpoint: str | None = None,
     json_output: bool = False,
     parsers: Parsers | None = None,
     make_engine: Callable[[Startup], ServedEngine] | None = None,
@@ -70,8 +72,12 @@ def serve(
     """
     startup = Startup()
     bridge = Bridge(partial(make_engine or partial(_engine, config), startup), startup)
-    desk = Desk(bridge, served_model_name or config.model, watchdog_seconds, CallLog(log_prompts), parsers)
+    name = served_model_name or config.model
+    tracers = [CallTracer(otlp_traces_endpoint, name)] if otlp_traces_endpoint else []
+    desk = Desk(bridge, name, watchdog_seconds, [CallLog(log_prompts), *tracers], parsers)
     code = asyncio.run(_serve(desk, listening, drain_timeout, json_output))
+    for tracer in tracers:
+        tracer.close()
     if not bridge.close(timeout=10.0 if bridge.started else 1.0):
         # The engine's thread is loading, compiling or inside a step, none of which can be interrupted.
         log.warning("the engine thread did not end in time; leaving without it")

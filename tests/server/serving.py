@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jhybrid_server.bridge import Bridge, ServedEngine
+from jhybrid_server.call_log import CallLog
 from jhybrid_server.client import Client
 from jhybrid_server.desk import Desk
 from jhybrid_server.grpc_server import GrpcServer
@@ -60,7 +61,7 @@ def serving(
     thread.start()
     bridge = Bridge(make_engine)
 
-    desk = Desk(bridge, "fake")
+    desk = Desk(bridge, "fake", observers=[CallLog()])
 
     async def start() -> tuple[GrpcServer, HttpServer]:
         server, http = GrpcServer(desk, keys=keys, tls=tls), HttpServer(desk, keys=keys, tls=tls)

@@ -101,7 +101,7 @@ def test_prompts_are_not_logged(engine: FakeEngine, lines: Lines):
 
 def test_prompts_are_logged_where_wanted(engine: FakeEngine, lines: Lines):
     with serving(lambda: engine) as served:
-        served.desk.log = CallLog(prompts=True)
+        served.desk.observers = [CallLog(prompts=True)]
         ask(served.http.port, "/v1/completions", {"prompt": [f"is this a {SECRET}", "abc"], "max_tokens": 3})
     assert [line["prompts"] for line in lines.calls()] == [[f"is this a {SECRET}", "abc"]]
 
