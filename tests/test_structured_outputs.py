@@ -126,7 +126,7 @@ def allows(schema: Schema, value: Any) -> bool:
     return schema.get("minimum", value) <= value <= schema.get("maximum", value)
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=40, **OPTIONS)
 @given(schemas(), st.integers(0, 2**31), st.floats(0.0, 5.0), st.lists(st.integers(6, 59), min_size=1, max_size=9))
 def test_answers_follow_any_schema(schema: Schema, seed: int, temperature: float, prompt: list[int]):
     wanted = StructuredOutputs(json=schema)
@@ -137,7 +137,7 @@ def test_answers_follow_any_schema(schema: Schema, seed: int, temperature: float
         assert json.loads(output.text) == json.loads(b"".join(TEXTS[t] for t in output.token_ids if t != END))
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=40, **OPTIONS)
 @given(st.sampled_from(REGEXES), st.integers(0, 2**31), st.floats(0.0, 5.0), st.integers(0, 6), st.booleans())
 def test_answers_match_any_regex(regex: str, seed: int, temperature: float, min_tokens: int, ignore_eos: bool):
     wanted = StructuredOutputs(regex=regex)
@@ -181,7 +181,7 @@ def mixes(draw: st.DrawFn) -> list[Request]:
     return requests
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=40, **OPTIONS)
 @given(mixes(), st.booleans(), st.sampled_from(["hybrid", "attention", "recurrent"]), st.integers(16, 24))
 def test_together_as_alone(requests: list[Request], ahead: bool, kind: str, pages: int):
     """Preempted, cut into chunks, from cached prefixes, beside others that are bound or free."""

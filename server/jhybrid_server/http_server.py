@@ -22,6 +22,7 @@ from jhybrid.metrics import EngineCollector
 from jhybrid_server import page_files
 from jhybrid_server.answering import Answering
 from jhybrid_server.bridge import NotReadyError, StuckError
+from jhybrid_server.connections import Connection
 from jhybrid_server.desk import Desk
 from jhybrid_server.http_errors import error_response
 from jhybrid_server.keys import Keys
@@ -185,7 +186,7 @@ class HttpServer:
         self.host, self.port = host, self._socket.getsockname()[1]
         config = uvicorn.Config(
             application(desk, keys or Keys()),
-            http="h11",  # the one that bounds headers
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -194,7 +194,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(texts, st.sampled_from([*TOOL_FORMATS]), st.sampled_from([None, THINK, MAYBE]), st.data())
 def test_no_cut_changes_what_is_read(text: str, name: str, reasoning: Reasoning | None, data: st.DataObject):
     whole = read([text], name, reasoning)

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, QueueFullError, RequestError, StepError
 from jhybrid.request import Request, SamplingParams
 from jhybrid.tokenizer import ByteTokenizer
+from jhybrid_server import grpc_server
 from jhybrid_server.bridge import Bridge, NotReadyError
 from jhybrid_server.client import AsyncClient, Client
 from jhybrid_server.desk import Desk
@@ -51,6 +52,24 @@ def health(target: str, service: str = "") -> int:
 
 def idle(engine: FakeEngine) -> bool:
     return not engine.running and not engine.waiting
+
+
+def test_a_client_that_stops_reading_is_dropped_and_no_other_notices(
+    served: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grpc_server, "STALL_SECONDS", 0.5)
+    engine.step_seconds = 0.0
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    with grpc.insecure_channel(served.target, options=narrow) as channel:
+        sampling = pb.SamplingParams(max_tokens=1900, n=16, logprobs=20)
+        call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="abc", sampling=sampling))
+        next(call)
+        other = served.client.generate(Request(prompt="abc", sampling=SamplingParams(max_tokens=5)))
+        assert other.output.text == answer_text(4, 5)
+        eventually(lambda: idle(engine), 20.0)
+        with pytest.raises(grpc.RpcError, match="took no message") as dropped:
+            list(call)
+        assert dropped.value.code() is grpc.StatusCode.ABORTED  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_streams_deltas_and_ends_with_usage_and_timing(served: Served):

@@ -11,7 +11,7 @@ import pytest
 
 from jhybrid.errors import ConfigError
 from jhybrid.tokenizer import ByteTokenizer
-from jhybrid_server import http_server
+from jhybrid_server import connections, http_server
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
 from jhybrid_server.openai_answers import CompletionAnswers
@@ -481,6 +481,40 @@ def test_keep_alive_serves_several_requests_on_one_connection(served: Served):
         seen = b""
         while b"[DONE]" not in seen:
             seen += connection.recv(10000)
+
+
+def closes_after(connection: socket.socket, piece: bytes) -> float:
+    """Seconds of dribbling after which the server hangs up; `piece` is sent again and again."""
+    started = time.monotonic()
+    connection.settimeout(0.05)
+    while time.monotonic() - started < 10:
+        try:
+            if piece:
+                connection.sendall(piece)
+            if connection.recv(1000) == b"":
+                break
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+    return time.monotonic() - started
+
+
+def test_heads_that_do_not_come_are_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 1.0)
+    address = ("127.0.0.1", served.http.port)
+    for begin, piece in ((b"", b""), (b"GET /health HTTP/1.1\r\nx: ", b"x")):
+        with socket.create_connection(address, 10) as connection:
+            connection.sendall(begin)
+            assert ask(served.http.port, "/health").status == 200, "others do not notice"
+            assert 0.5 < closes_after(connection, piece) < 5
+    with hang(served.http.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 2}) as connection:
+        assert b"200 OK" in connection.recv(10000)
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        assert 0.5 < closes_after(connection, b"x") < 8
+    with hang(served.http.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 600}) as connection:
+        time.sleep(1.2)  # an answer may take longer than a head
+        assert b"200 OK" in connection.recv(10000)
 
 
 def test_a_taken_port_is_refused(served: Served):
