@@ -221,7 +221,7 @@ def unpack(layout: Layout, ints: Array, floats: Array, mask: Array, last_token: 
 class Packer:
     """Turns plans into batches. Keeps what never changes about a running sequence in tables by row."""
 
-    def __init__(self, buckets: Seq[Bucket], geometry: Geometry, max_num_seqs: int):
+    def __init__(self, buckets: Seq[Bucket], geometry: Geometry):
         self.layouts = {bucket: Layout(bucket, geometry) for bucket in buckets}
         self._views = {
             bucket: [(name, slice(at, at + math.prod(shape)), shape) for name, (at, shape) in layout.ints.items()]
@@ -229,7 +229,7 @@ class Packer:
         }
         self._ordered = {kind: sorted(b for b in buckets if b.kind == kind) for kind in ("decode", "ragged")}
         self._geometry = geometry
-        rows = max_num_seqs + 1
+        rows = geometry.scratch_row + 1
         self._floats = np.zeros((len(FLOAT_FIELDS), rows), np.float32)
         self._row_ints = {name: np.zeros(rows, np.int32) for name in ("top_k", "seed", "num_logprobs", "adjust")}
         self._banned = np.full((rows, MAX_BANNED), -1, np.int32)
@@ -341,9 +341,12 @@ class Packer:
         field["banned"][below] = self._banned[rows[below]]
         if geometry.has_slots:
             slots = [item.holding.slot for item in items]
-            for name in ("read_slot", "write_slot"):
+            reads = [
+                slot if item.read_slot is None else item.read_slot for slot, item in zip(slots, items, strict=True)
+            ]
+            for name, used in (("read_slot", reads), ("write_slot", slots)):
                 field[name][:] = geometry.scratch_slot
-                field[name][:count] = slots
+                field[name][:count] = used
         if geometry.table_width:
             for item in items:
                 pages, row = item.holding.pages, item.holding.row

@@ -23,6 +23,7 @@ from jhybrid.config import EngineConfig, api_keys, environment
 from jhybrid.errors import JhybridError, RequestError
 from jhybrid.fleet import RayOptions
 from jhybrid.logs import LogFormat, log_to_stderr
+from jhybrid.profile.config import ProfileConfig
 from jhybrid.request import Request, SamplingParams
 from jhybrid.train.recipe import TrainConfig
 
@@ -340,6 +341,66 @@ class Bench:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Measure steps on really prefilled caches over a grid of batch, context and prompt; fit a latency model."""
+
+    engine: Config = field(default_factory=EngineConfig)
+    profile: OmitArgPrefixes[ProfileConfig] = field(default_factory=ProfileConfig)
+    config: Path | None = None
+    """TOML file with settings, in the names of the flags; flags win over it."""
+    output: Path = Path("jhybrid-profile")
+    """Folder for rows.jsonl, latency_model.json and the plot; a killed run goes on from what is there."""
+    plot: Path | None = None
+    """File for the plot (.png, .svg or .pdf). None: steps.svg in the folder, where matplotlib is installed."""
+    compare: tuple[Path, Path] | None = None
+    """Measure nothing; compare two such folders point by point."""
+    json: bool = False
+    """One JSON object for each point, and one for all, instead of tables."""
+
+    @classmethod
+    def of(cls, arguments: list[str]) -> "Profile":
+        """What flags and file say together."""
+        from jhybrid.settings import Settings
+
+        settings = Settings(cls, flags_only=("config", "output", "plot", "compare", "json"))
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--config", type=Path)
+        path = first.parse_known_args(arguments)[0].config
+        if path is not None:
+            settings.read_file(path)
+        with settings.blamed():
+            return tyro.cli(cls, prog="jhybrid profile", args=arguments, default=settings.defaults())
+
+    def run(self) -> None:
+        from jhybrid.engine import Engine
+        from jhybrid.profile.compare import compare, print_comparison
+        from jhybrid.profile.plot import has_matplotlib, plot_profile
+        from jhybrid.profile.run import read_profile, run_profile
+        from jhybrid.profile.table import print_profile
+
+        if self.compare is not None:
+            a, b = self.compare
+            comparison = compare(read_profile(a), read_profile(b))
+            if self.json:
+                print(*map(json.dumps, comparison.describe()), sep="\n")
+            else:
+                print_comparison(comparison, Console())
+            return
+        plot = self.plot or (self.output / "steps.svg" if has_matplotlib() else None)
+        with contextlib.ExitStack() as stack:
+            engine = stack.enter_context(Engine(self.engine, max_parked=self.profile.chains))
+            progress = lambda total: stack.enter_context(_progress("points", total))  # noqa: E731
+            found = run_profile(engine, self.profile, self.output, progress)
+        if plot is not None:
+            plot_profile(found, plot)
+        if self.json:
+            print(*map(json.dumps, [*found.rows, {"summary": found.summary}]), sep="\n")
+        else:
+            print_profile(found, Console())
+            print(f"{self.output}: rows.jsonl, latency_model.json" + (f"; {plot}" if plot else ""))
+
+
+@dataclass(frozen=True)
 class Serve:
     """Serve a model over HTTP (OpenAI's API) and gRPC until SIGTERM; prints what and where when ready.
 
@@ -491,6 +552,7 @@ COMMANDS = {
     "inspect": Inspect,
     "convert": Convert,
     "bench": Bench,
+    "profile": Profile,
     "train": Train,
 }
 
@@ -500,9 +562,10 @@ def main() -> None:
     asks_json = "--json" in sys.argv
     try:
         _log_to_stderr()
+        settled = {"serve": Serve, "profile": Profile}.get(sys.argv[1] if sys.argv[1:] else "")
         command = (
-            Serve.of(sys.argv[2:])
-            if sys.argv[1:2] == ["serve"]
+            settled.of(sys.argv[2:])
+            if settled is not None
             else tyro.extras.subcommand_cli_from_dict(
                 COMMANDS, prog="jhybrid", description="Inference engine for hybrid language models on JAX."
             )

@@ -17,7 +17,7 @@ from jhybrid import compilations
 from jhybrid.batch import Bucket, Packer
 from jhybrid.config import EngineConfig
 from jhybrid.detokenizer import Detokenizer
-from jhybrid.errors import EngineDeadError, QueueFullError, RequestError, StepError
+from jhybrid.errors import EngineDeadError, OutOfMemoryError, QueueFullError, RequestError, StepError
 from jhybrid.grammar import Constraint, Grammar, GrammarError
 from jhybrid.guard import Guard
 from jhybrid.intake import Intake
@@ -43,7 +43,7 @@ MASK_SECONDS = 0.005
 
 
 class Flight(NamedTuple):
-    """A step under way."""
+    """A step under way, or just over."""
 
     plan: Plan
     handle: StepHandle
@@ -58,14 +58,17 @@ class Engine:
     QueueFullError and leaves everything as it was.
     """
 
-    def __init__(self, config: EngineConfig, startup: Startup | None = None):
-        """`startup` is kept up to date meanwhile, for other threads to read."""
+    def __init__(self, config: EngineConfig, startup: Startup | None = None, *, max_parked: int = 0):
+        """`startup` is kept up to date meanwhile, for other threads to read.
+
+        `max_parked` sequences can hold pages and state without running, beside the `max_num_seqs` that run.
+        """
         startup = startup or Startup()
         log.info("configuration: %s", config.describe())
         with compilations.starting():
             startup.phase = "loading weights"
             model = load_model(config)
-            runner = make_runner(config, model, startup)
+            runner = make_runner(config, model, startup, max_parked)
         self._assemble(config, model, runner)
         startup.phase = "ready"
         log.info("ready in %.1f s: %s", startup.seconds, self.stats.describe(self))
@@ -84,11 +87,13 @@ class Engine:
         self.scheduler = Scheduler(
             self.ledger, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
-        self.packer = Packer(runner.buckets, runner.geometry(), config.max_num_seqs)
+        self.packer = Packer(runner.buckets, runner.geometry())
         self.intake = Intake(model)
         self.stats = Stats()
         self._sequences: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None
+        self.landed: Flight | None = None
+        """The step whose results were taken in last."""
         self._told: list[Delta] = []  # ends that no step produced: aborts, failures
         self._masking: list[tuple[Sequence, Future]] = []  # their next masks are being made
         self._num_late = 0  # of these, the first ones, for which a step has waited already
@@ -181,6 +186,71 @@ class Engine:
         for sequence in list(sequences):
             self._told.append(self._end(sequence, Delta(request_id, sequence.index, finish_reason="abort")))
         return True
+
+    # parking and forking, for the profiler
+
+    def park(self, name: str, tokens: list[int], depth: int, *, computed: bool = True) -> Sequence:
+        """Have the first `depth` of these tokens computed by the steps to come, and held until `abort(name)`.
+
+        `extend` computes more of them. Without `computed` the pages and the state are taken as they are. Raises
+        OutOfMemoryError or SlotPoolEmptyError, with nothing held, where they cannot be had.
+        """
+        sequence = self._aside(name, tokens, len(tokens) + 1, seed=0)
+        sequence.computable = depth
+        if not self.ledger.reserve(sequence, depth):
+            raise self._no_pages(name, self.ledger.pages_for(depth))
+        self._adopt(sequence, 0 if computed else depth)
+        return sequence
+
+    def extend(self, parked: Sequence, depth: int, *, computed: bool = True) -> None:
+        """Have a parked sequence computed up to `depth`. Raises OutOfMemoryError, with nothing changed."""
+        if not self.ledger.reserve(parked, depth):
+            raise self._no_pages(parked.request_id, self.ledger.pages_for(depth))
+        parked.computable = depth
+        if not computed:
+            parked.dispatched = depth
+
+    def fork(
+        self, parked: Sequence, name: str, tokens: list[int], room: int, *, shares: int, in_place: bool, seed: int
+    ) -> Sequence:
+        """Run a sequence of its own from where a parked one stands, or, with `shares` 0, from the beginning.
+
+        The first `shares` of its `tokens` are the parked one's; it goes on, sampling, until it has `room` tokens, for
+        which it gets the pages at once. Raises as `park` does, or what the device raised, with nothing held.
+        """
+        child = self._aside(name, tokens, room, seed)
+        moves = self.ledger.fork(parked, child, shares, room, shares_slot=in_place)
+        if moves is None:
+            raise self._no_pages(name, self.ledger.pages_for(room) - shares // self.ledger.page_size)
+        try:
+            if moves:
+                self.runner.copy_pages(moves)
+        except Exception as error:
+            self.ledger.release(child)
+            if self.runner.lost:
+                self._start_over(error)
+            raise
+        self._adopt(child, shares)
+        return child
+
+    def _aside(self, name: str, tokens: list[int], room: int, seed: int) -> Sequence:
+        """A sequence that is neither counted nor cached."""
+        if name in self._sequences:
+            raise RequestError("name", f"{name!r} is already running")
+        sampling = SamplingParams(max_tokens=room - len(tokens), temperature=1.0, seed=seed, ignore_eos=True)
+        request = Request(prompt_token_ids=tokens, sampling=sampling)
+        sequence = self._sequence(name, 0, request, tokens)
+        sequence.is_cold = sequence.is_check = True
+        return sequence
+
+    def _adopt(self, sequence: Sequence, tokens: int) -> None:
+        self._sequences[sequence.request_id] = [sequence]
+        self.packer.admit(sequence)
+        self.scheduler.adopt(sequence, tokens)
+
+    def _no_pages(self, name: str, count: int) -> OutOfMemoryError:
+        pages = self.ledger.pages
+        return OutOfMemoryError(f"{name} needs {count} pages, {self.ledger.available_pages} of {pages.size} can be had")
 
     # stepping
 
@@ -316,6 +386,7 @@ class Engine:
         finally:
             self.stats.steps_ended += 1
         self.stats.landed(flight.bucket, flight.started)
+        self.landed = flight
         tokens = result.tokens.tolist()
         deltas, start = [], 0
         for i, item in enumerate(flight.plan.items):
@@ -335,8 +406,11 @@ class Engine:
         for item in plan.items:
             if self.scheduler.landed(item):
                 self._told.append(self._failure(item.sequence, cause))
-        if not self.runner.lost:
-            return
+        if self.runner.lost:
+            self._start_over(error)
+
+    def _start_over(self, error: Exception) -> None:
+        """The caches are lost: fail the step that ran on what was left of them, and compute all others again."""
         flight, self._flight = self._flight, None
         if flight is not None:  # it ran on what the failed step left
             self._fail_step(flight.plan, error)

@@ -15,7 +15,7 @@ from jax import Array
 
 from jhybrid.batch import NO_TARGET, Batch, Bucket, Geometry, Layout, unpack
 from jhybrid.cache import snapshots
-from jhybrid.cache.arrays import MemoryPlan, abstract_cache, plan_memory, tree_bytes
+from jhybrid.cache.arrays import MemoryPlan, abstract_cache, copy_pages, plan_memory, tree_bytes
 from jhybrid.cache.router import Cache, Router
 from jhybrid.cache.snapshots import SnapshotDtype, Store
 from jhybrid.errors import MissingBucketError
@@ -24,6 +24,7 @@ from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_lo
 from jhybrid.startup import Startup
 
 PROMPT_LOGPROB_ROWS = 64  # rows of logits held at once while scoring a prompt
+COPIES = 16  # pages that one call copies
 
 
 class StepOutput(NamedTuple):
@@ -141,7 +142,9 @@ class Runner:
         prefix_caching: bool = False,
         snapshot_slots: int | None = None,
         snapshot_dtype: SnapshotDtype = "auto",
+        copies_pages: bool = False,
     ):
+        """`max_num_seqs` sequences can hold pages, a slot and a row; how many run at once, the buckets say."""
         self.module, self.params, self.router, self.buckets = module, params, router, buckets
         self._sampler_shape = (max_num_seqs, vocab_size)
         self._page_size, self._table_width, self._chunk_size = page_size, pages_per_seq, chunk_size
@@ -185,6 +188,15 @@ class Runner:
             self._compile_packing(cache, store)
         shapes = {self._mask_shape(bucket) for bucket in buckets}
         self._no_masks = {shape: jax.device_put(np.zeros(shape, np.uint32)) for shape in shapes}
+        if copies_pages:
+            self._copy_pages = executables.get(
+                "copy_pages",
+                copy_pages,
+                (cache, *_moves_shape(COPIES)),
+                donate=(0,),
+                result=cache,
+                facts=(router.arrays,),
+            )
         self.reset()
 
     def _compile_within(self, plan: Any, sampler: Any) -> MemoryPlan:
@@ -237,16 +249,10 @@ class Runner:
         return self._kept.get("set_row", set_row, arguments, donate=(0,), result=sampler)
 
     def _compile_packing(self, cache: Cache, store: Store) -> None:
-        moves = jax.ShapeDtypeStruct((self.memory.num_staged, 2), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-        arguments, facts = (cache, store, *moves), (self.router.arrays,)
+        arguments, facts = (cache, store, *_moves_shape(self.memory.num_staged)), (self.router.arrays,)
         get = self._kept.get
         self._pack = get("pack", snapshots.pack, arguments, donate=(1,), result=store, facts=facts)
         self._unpack = get("unpack", snapshots.unpack, arguments, donate=(0,), result=cache, facts=facts)
-
-    def _moves(self, moves: list[tuple[int, int]]) -> tuple[np.ndarray, np.int32]:
-        rows = np.zeros((self.memory.num_staged, 2), np.int32)
-        rows[: len(moves)] = moves
-        return rows, np.int32(len(moves))
 
     def _scratch(self, bucket: Bucket) -> int:
         analysis = self._executables[bucket].memory_analysis()
@@ -295,20 +301,37 @@ class Runner:
         """Tell the sampler a row's token counts [V] and logit biases [V], before the row's next step."""
         self.sampler = self._set_row(self.sampler, np.int32(row), counts, bias)
 
+    def copy_pages(self, moves: list[tuple[int, int]]) -> None:
+        """Copy pages (from, to) in all layers, and wait for it. Only a runner made with `copies_pages` can."""
+        for at in range(0, len(moves), COPIES):
+            self.cache = self._copy_pages(self.cache, *_moves(moves[at : at + COPIES], COPIES))
+        jax.block_until_ready(self.cache.arrays)
+
     def run(self, batch: Batch) -> StepHandle:
         """Start a step; it runs after all earlier ones. MissingBucketError if its shape was never compiled."""
         executable = self._executables.get(batch.bucket)
         if executable is None:
             raise MissingBucketError(f"{batch.bucket} was not compiled; there are {[str(b) for b in self.buckets]}")
         if batch.loads:
-            self.cache = self._unpack(self.cache, self.store, *self._moves(batch.loads))
+            self.cache = self._unpack(self.cache, self.store, *_moves(batch.loads, self.memory.num_staged))
         # What nobody is bound by stays on the device; no sequence of the batch reads it.
         mask = self._no_masks[self._mask_shape(batch.bucket)] if batch.mask is None else batch.mask
         vectors = batch.ints, batch.floats, mask
         self.cache, self.sampler, output = executable(self.params, self.cache, self.sampler, *vectors)
         if batch.saves:
-            self.store = self._pack(self.cache, self.store, *self._moves(batch.saves))
+            self.store = self._pack(self.cache, self.store, *_moves(batch.saves, self.memory.num_staged))
         return StepHandle(batch, output)
+
+
+def _moves(moves: list[tuple[int, int]], most: int) -> tuple[np.ndarray, np.int32]:
+    """Moves between rows as a compiled function takes them: padded to [most, 2], and their number."""
+    rows = np.zeros((most, 2), np.int32)
+    rows[: len(moves)] = moves
+    return rows, np.int32(len(moves))
+
+
+def _moves_shape(most: int) -> tuple[Any, Any]:
+    return jax.ShapeDtypeStruct((most, 2), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def device_bytes_free() -> int:

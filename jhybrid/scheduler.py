@@ -27,6 +27,7 @@ class Item:
     samples: bool  # the last token's logits yield a token
     step: int  # index of that token in the answer
     source: int | None = None  # snapshot to start from, instead of the sequence's own slot
+    read_slot: int | None = None  # running slot to start from, instead of the sequence's own
     snapshots: dict[int, int] = field(default_factory=dict)  # position -> snapshot that is to hold the state there
 
 
@@ -65,6 +66,15 @@ class Scheduler:
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._enqueue(sequence)
+
+    def adopt(self, sequence: Sequence, tokens: int) -> None:
+        """Run a sequence that holds what it needs already; its first `tokens` positions count as computed."""
+        assert sequence.holding is not None
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        sequence.phase = Phase.RUNNING
+        sequence.dispatched = tokens
+        bisect.insort(self.running, sequence, key=lambda s: s.order)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.phase = Phase.WAITING
@@ -200,6 +210,7 @@ class Scheduler:
             samples,
             total - sequence.prompt_len,
             source=holding.source.snapshot if begins and holding.source else None,
+            read_slot=holding.fork.slot if holding.fork and first_pos == holding.fork.position else None,
             snapshots=self.ledger.snapshots_for(sequence, first_pos, tokens),
         )
         sequence.pending += samples

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from jhybrid.cache.node import Node
 from jhybrid.detokenizer import Detokenizer
@@ -18,16 +19,24 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+class Fork(NamedTuple):
+    """Where a sequence left another: its first step, from `position` on, reads the other's slot."""
+
+    slot: int
+    position: int
+
+
 @dataclass
 class Holding:
     """What a running sequence holds of the caches. Given by `Ledger.reserve`, taken back by `Ledger.release`.
 
-    A boundary is a position that is a multiple of the page size. The fields after `pages` are the prefix cache's.
+    A boundary is a position that is a multiple of the page size. The fields after `fork` are the prefix cache's.
     """
 
     row: int
     slot: int | None
     pages: list[int] = field(default_factory=list)
+    fork: Fork | None = None  # until the step that reads that slot has landed
     node: Node | None = None  # of the prefix tree: the last page of this sequence that is in it
     published: int = 0  # pages up to that node; they are the tree's, but for `duplicates`
     duplicates: list[int] = field(default_factory=list)  # pages of its own of which the tree has another copy
@@ -68,8 +77,8 @@ class Sequence:
     hit: Node | None = None  # of the prefix tree, from which it started last
     miss_cause: str | None = None  # why the prefix cache had keys and values of more tokens, but no state
     keys: list[bytes] = field(default_factory=list)  # full pages of `token_ids`, as the prefix tree knows them
-    is_check: bool = False  # made by the guard; not counted
-    is_cold: bool = False  # neither uses the prefix cache nor adds to it, to check it
+    is_check: bool = False  # made by the guard or the profiler; not counted
+    is_cold: bool = False  # neither uses the prefix cache nor adds to it
     awaited: "tuple[Sequence, Holding, int] | None" = None  # who computes a prefix of this one, up to which boundary
     num_waits: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out

@@ -134,7 +134,9 @@ class ToyRunner:
     config: EngineConfig
     kind: str = "hybrid"  # hybrid | attention | recurrent
     max_model_len: int = 64
+    max_parked: int = 0
     faults: dict[int, Fault] = field(default_factory=dict)  # by number of the call of `run`
+    copy_faults: list[Fault] = field(default_factory=list)  # of the calls of `copy_pages` to come
     before_run: Callable[[Batch], None] = lambda _batch: None
     violations: list[Violation] = field(default_factory=list)
     calls: int = 0
@@ -147,11 +149,14 @@ class ToyRunner:
         self.router = Router([slot, page])
         self.buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         width = -(-self.max_model_len // config.page_size)
-        pages = config.num_pages if config.num_pages is not None else config.max_num_seqs * width
+        pages = config.num_pages if config.num_pages is not None else (config.max_num_seqs + self.max_parked) * width
         sizes = dict.fromkeys(("weights", "kv", "state", "snapshots", "sampler", "scratch", "available"), 0)
-        slots = config.max_num_seqs if slot else 0
+        rows = config.max_num_seqs + self.max_parked
+        slots = rows if slot else 0
         snapshots = config.snapshot_slots or 0 if slot and config.enable_prefix_caching else 0
-        self.memory = MemoryPlan(**sizes, num_slots=slots, num_pages=pages if page else 0, num_snapshots=snapshots)
+        self.memory = MemoryPlan(
+            **sizes, num_slots=slots, num_pages=pages if page else 0, num_snapshots=snapshots, num_rows=rows
+        )
         self._width = width if page else 0
         self.reset()
 
@@ -161,7 +166,7 @@ class ToyRunner:
         self.pages = [[POISON] * page_size for _ in range(self.memory.num_pages + 1)]
         self.slots = [Slot() for _ in range(self.memory.num_slots + self.memory.snapshot_rows + 1)]
         self.store = [Slot() for _ in range(self.memory.num_snapshots)]
-        self.rows = [Row() for _ in range(self.config.max_num_seqs + 1)]
+        self.rows = [Row() for _ in range(self.memory.num_rows + 1)]
         self.lost = False
 
     def geometry(self) -> Geometry:
@@ -171,7 +176,7 @@ class ToyRunner:
             has_slots=self.router.has_slots,
             scratch_slot=self.memory.num_slots + self.memory.snapshot_rows,
             scratch_page=self.memory.num_pages,
-            scratch_row=self.config.max_num_seqs,
+            scratch_row=self.memory.num_rows,
             chunk_size=self.config.chunk_size,
             first_snapshot=self.memory.num_slots,
             has_snapshots=self.memory.num_snapshots > 0,
@@ -192,6 +197,15 @@ class ToyRunner:
             self.pages[page] = [POISON] * self.config.page_size
         for slot in slots:
             self.slots[slot] = Slot()
+
+    def copy_pages(self, moves: list[tuple[int, int]]) -> None:
+        """Each move is a call that may fail as those of `run` may."""
+        for source, target in moves:
+            fault = self.copy_faults.pop(0) if self.copy_faults else Fault("none")
+            if fault.kind != "none":
+                self.lost = fault.kind == "lost"
+                raise DeviceFault(f"injected: {fault.kind}")
+            self.pages[target] = list(self.pages[source])
 
     def run(self, batch: Batch) -> ToyHandle:
         """Do a step at once; what went wrong comes out of the handle, as with a real device."""
@@ -298,7 +312,7 @@ class ToyStep:
         assert len(set(written)) == len(written) == int(f["num_snapshots"]), f"snapshots {written}"
         assert all(slot >= geometry.first_snapshot for slot in written), f"snapshots {written}"
         for slot, read in zip(slots, f["read_slot"].tolist(), strict=False):
-            assert read == slot or geometry.first_snapshot <= read < geometry.scratch_slot, f"{slot} reads {read}"
+            assert read == slot or read not in (*slots, geometry.scratch_slot), f"{slot} reads {read} of {slots}"
             assert read not in written, f"snapshot {read} is read and written"
 
     def snapshots_of(self, i: int) -> dict[int, int]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jhybrid.cache.router import Cache, Router
 from jhybrid.cache.snapshots import SnapshotDtype, bytes_per_snapshot
@@ -38,6 +39,7 @@ class MemoryPlan:
     num_slots: int  # of running sequences
     num_pages: int
     num_snapshots: int = 0
+    num_rows: int = 0  # of the sampler: one for each sequence that may hold anything
     num_staged: int = 0  # slots in which a step leaves snapshots, where these are stored in another form
 
     @property
@@ -133,6 +135,7 @@ def plan_memory(
         num_slots=num_slots,
         num_pages=pages,
         num_snapshots=snapshots,
+        num_rows=max_num_seqs,
         num_staged=staged,
     )
 
@@ -156,6 +159,22 @@ def _steady(count: int) -> int:
     wants the same shapes and finds them compiled."""
     unit = 1 << max(0, count.bit_length() - 4)
     return count // unit * unit
+
+
+def copy_pages(cache: Cache, moves: jax.Array, count: jax.Array) -> Cache:
+    """The cache with the first `count` of `moves` [K, 2] done: the page of one row copied to another, in all layers."""
+    arrays = dict(cache.arrays)
+    for name, (part, layers) in cache.router.arrays.items():
+        if part.unit != "page":
+            continue
+        rows = arrays[name].shape[0] // layers
+
+        def turn(i: jax.Array, array: jax.Array, rows: int = rows) -> jax.Array:
+            source, target = moves[i % count] + i // count * rows
+            return lax.dynamic_update_index_in_dim(array, lax.dynamic_index_in_dim(array, source), target, 0)
+
+        arrays[name] = lax.fori_loop(0, layers * count, turn, arrays[name])
+    return Cache(cache.router, arrays)
 
 
 def tree_bytes(tree: object) -> int:

@@ -1,8 +1,9 @@
 """Ledger: the only host object that knows pages, slots, rows and the prefix tree, and who holds what.
 
-Four verbs: `match`, `reserve`, `commit`, `release`. `reserve` is all or nothing; `release` is the only way out,
-whatever the reason, so that no way out can leak. What a sequence computed enters the prefix tree in `commit`, when
-the step that wrote it is known to have succeeded, and in no other place.
+Four verbs: `match`, `reserve`, `commit`, `release`; `fork` is how a sequence is reserved what another has computed.
+`reserve` and `fork` are all or nothing; `release` is the only way out, whatever the reason, so that none can leak.
+What a sequence computed enters the prefix tree in `commit`, when the step that wrote it is known to have succeeded,
+and in no other place.
 """
 
 from array import array
@@ -15,7 +16,7 @@ from jhybrid.cache.pages import RowPool
 from jhybrid.cache.prefills import Prefills
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.errors import SlotPoolEmptyError
-from jhybrid.sequence import Holding, Sequence
+from jhybrid.sequence import Fork, Holding, Sequence
 
 TAILS = 2
 """Snapshots kept of an answer: the last page may hold what a client trims off before it sends the answer back."""
@@ -202,10 +203,19 @@ class Ledger:
             assert evicted, f"{self.tree.num_idle} nodes are idle and none can be evicted"
         return self.pages.take(count)
 
-    def _admit(self, pages: list[int]) -> Holding:
-        """A row and, for a model with recurrent layers, a slot; both or neither, and then not the pages either."""
+    def _admit(self, pages: list[int], slot_of: Holding | None = None) -> Holding:
+        """A row and, for a model with recurrent layers, a slot; both or neither, and then not the pages either.
+
+        The slot is one of its own, or the one of `slot_of`.
+        """
         row = self.rows.take(1)
-        slot = self.slots.take(1) if row and self.slots.size else None
+        slot = None
+        if row and self.slots.size:
+            if slot_of is not None and slot_of.slot is not None:
+                slot = [slot_of.slot]
+                self.slots.share(slot)
+            else:
+                slot = self.slots.take(1)
         if row is None or (self.slots.size and slot is None):
             if row is not None:
                 self.rows.give(row)
@@ -213,6 +223,42 @@ class Ledger:
             pool = self.rows if row is None else self.slots
             raise SlotPoolEmptyError(f"no free {pool.kind} of {pool.size}; {pool.used} are held by sequences")
         return Holding(row=row[0], slot=slot[0] if slot else None, pages=pages)
+
+    def fork(
+        self, parent: Sequence, child: Sequence, tokens: int, room: int, *, shares_slot: bool = False
+    ) -> list[tuple[int, int]] | None:
+        """Make `child`, which is cold, hold positions [0, tokens) of `parent`, and pages of its own up to `room`.
+
+        Full pages are shared. A partial last one must be copied: returned are the moves (from page, to page) to make
+        before the child's first step. With `tokens` 0 only pages and slot of its own are taken. The child's first step
+        reads the parent's slot, which is kept until it has landed, and writes its own; with `shares_slot` the parent's
+        slot is its own, and the parent's state is spent. Returns None, with nothing changed, when there are not enough
+        pages. Raises SlotPoolEmptyError, with nothing held, when there is no row or slot.
+        """
+        holding = parent.holding
+        assert child.is_cold and child.holding is None and holding is not None, (parent.request_id, child.request_id)
+        assert tokens in (0, parent.dispatched), f"{parent.request_id} is at {parent.dispatched}, not at {tokens}"
+        full = tokens // self.page_size if self.pages.size else 0
+        pages = self._take_pages(self.pages_for(room) - full)
+        if pages is None:
+            return None
+        shared = holding.pages[:full]
+        child.holding = self._admit(pages, holding if shares_slot else None)
+        self.pages.share(shared)
+        child.holding.pages = shared + pages
+        if tokens and holding.slot is not None and not shares_slot:
+            self.slots.share([holding.slot])
+            child.holding.fork = Fork(holding.slot, tokens)
+        return [(holding.pages[full], pages[0])] if self.pages.size and tokens % self.page_size else []
+
+    def _end_fork(self, holding: Holding) -> None:
+        if holding.fork is not None:
+            self.slots.give([holding.fork.slot])
+            holding.fork = None
+
+    def references(self) -> dict[str, int]:
+        """Pool -> references on its rows. What comes and goes leaves them as they were."""
+        return {pool.kind: pool.references for pool in (self.pages, self.slots, self.rows, self.snapshots)}
 
     def _start(self, sequence: Sequence, holding: Holding, hit: Hit) -> None:
         """Let an admitted sequence begin where the cache ends."""
@@ -320,6 +366,7 @@ class Ledger:
         holding = sequence.holding
         assert holding is not None, f"{sequence.request_id} committed {tokens} tokens and holds nothing"
         assert len(holding.pages) * self.page_size >= tokens or not self.pages.size, (sequence.request_id, tokens)
+        self._end_fork(holding)
         if self.tree is None or sequence.is_cold:
             return
         self._stop_reading(holding)
@@ -372,6 +419,7 @@ class Ledger:
         self.rows.give([holding.row])
         if holding.slot is not None:
             self.slots.give([holding.slot])
+        self._end_fork(holding)
         if self.tree is not None:
             self.snapshots.give(list(holding.snapshots.values()))
             self._prefills.discard(sequence, holding)

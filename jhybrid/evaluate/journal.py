@@ -16,10 +16,10 @@ class Journal:
 
     def __init__(self, path: Path, run: dict[str, Any]):
         """Open or begin it. Raises ConfigError if it belongs to another run, naming what differs."""
-        self.path = path
+        self.path, self.head = path, run
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last line break is torn
-        self.entries = [_parse(path, line) for line in lines]
+        self.entries, kept = read_journal(path) if path.exists() else ([], 0)
+        begins = not self.entries
         if self.entries:
             theirs = self.entries.pop(0)
             differing = sorted(key for key in {*theirs, *run} if theirs.get(key) != run.get(key))
@@ -27,10 +27,9 @@ class Journal:
                 raise ConfigError(
                     "journal", f"{path} is of another run ({', '.join(differing)} differ); remove it or name another"
                 )
-        kept = sum(len(line) + 1 for line in lines)
         self._file = path.open("ab")
         self._file.truncate(kept)
-        if not lines:
+        if begins:
             self._write(run)
 
     def append(self, entry: dict[str, Any]) -> None:
@@ -56,6 +55,12 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a journal, the first of which says whose it is, and their bytes. What was cut short is left out."""
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is torn
+    return [_parse(path, line) for line in lines], sum(len(line) + 1 for line in lines)
 
 
 def _parse(path: Path, line: bytes) -> dict[str, Any]:

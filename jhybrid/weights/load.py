@@ -200,15 +200,15 @@ def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int
     return limit // config.page_size * config.page_size
 
 
-def make_runner(config: EngineConfig, model: Model, startup: Startup) -> Runner:
-    """Plan memory, compile every bucket, allocate the caches."""
+def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked: int = 0) -> Runner:
+    """Plan memory, compile every bucket, allocate the caches, with room for `max_parked` sequences more than run."""
     return Runner(
         model.module,
         model.params,
         model.router,
         make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
         vocab_size=model.vocab_size,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs + max_parked,
         page_size=config.page_size,
         pages_per_seq=-(-model.max_model_len // config.page_size),
         num_pages=config.num_pages,
@@ -219,6 +219,7 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup) -> Runner:
         prefix_caching=config.enable_prefix_caching,
         snapshot_slots=config.snapshot_slots,
         snapshot_dtype=config.snapshot_dtype,  # pyright: ignore[reportArgumentType]
+        copies_pages=max_parked > 0,
     )
 
 
@@ -242,7 +243,7 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
         page_size=config.page_size,
         num_pages=memory.num_pages,
         num_slots=memory.num_slots,
-        num_rows=config.max_num_seqs,
+        num_rows=memory.num_rows,
         num_snapshots=memory.num_snapshots,
         max_per_step=memory.num_staged or None,
         snapshot_interval=config.snapshot_interval,

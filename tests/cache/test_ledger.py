@@ -106,3 +106,92 @@ def test_a_pool_notices_rows_given_twice():
     pool.give([0])
     with pytest.raises(AssertionError, match="page 0 given back twice"):
         pool.give([0])
+
+
+def test_a_shared_row_is_free_after_its_last_holder():
+    pool = RowPool("page", 3)
+    assert pool.take(2) is not None
+    pool.share([0, 1])
+    pool.share([1])
+    assert (pool.used, pool.references) == (2, 5)
+    pool.give([1, 0, 1])
+    assert (pool.used, pool.references) == (2, 2)
+    pool.give([1])
+    assert (pool.used, pool.free_rows()) == (1, [1, 2])
+    with pytest.raises(AssertionError, match="page 1 given back twice"):
+        pool.give([1])
+    with pytest.raises(AssertionError, match="page 1 is shared while free"):
+        pool.share([1])
+    pool.give([0])
+    assert (pool.used, pool.references) == (0, 0)
+
+
+def parked(book: Ledger, tokens: int) -> Sequence:
+    parent = sequence()
+    assert book.reserve(parent, tokens)
+    parent.dispatched = tokens
+    return parent
+
+
+def cold() -> Sequence:
+    child = sequence()
+    child.is_cold = True
+    return child
+
+
+@pytest.mark.parametrize("parent_first", [True, False])
+def test_a_fork_shares_full_pages_and_copies_the_partial_one(parent_first: bool):
+    book, child = ledger(), cold()
+    parent = parked(book, 10)
+    assert parent.holding is not None
+    moves = book.fork(parent, child, 10, 17)
+    assert child.holding is not None
+    pages = parent.holding.pages
+    assert child.holding.pages[:2] == pages[:2] and len(child.holding.pages) == 5
+    assert moves == [(pages[2], child.holding.pages[2])] and child.holding.pages[2] != pages[2]
+    assert child.holding.fork == (parent.holding.slot, 10) and child.holding.slot != parent.holding.slot
+    assert free(book) == (0, 0, 0)
+    assert book.references() == {"page": 8, "slot": 3, "row": 2, "snapshot": 0}
+    first, second = (parent, child) if parent_first else (child, parent)
+    book.release(first)
+    book.release(second)
+    assert free(book) == (6, 2, 2)
+    assert set(book.references().values()) == {0}
+
+
+def test_a_fork_reads_the_slot_of_another_until_its_first_step_has_landed():
+    book, child = ledger(), cold()
+    parent = parked(book, 8)
+    assert book.fork(parent, child, 8, 9) == []
+    book.release(parent)
+    assert book.slots.free == 0  # the parent's is still to be read
+    book.commit(child, 9)
+    assert book.slots.free == 1
+    book.release(child)
+    assert free(book) == (6, 2, 2)
+
+
+def test_a_fork_in_place_has_the_slot_of_another():
+    book, child = ledger(slots=1), cold()
+    parent = parked(book, 8)
+    assert book.fork(parent, child, 8, 9, shares_slot=True) == []
+    assert parent.holding is not None and child.holding is not None
+    assert (child.holding.slot, child.holding.fork) == (parent.holding.slot, None)
+    book.release(parent)
+    book.release(child)
+    assert free(book) == (6, 1, 2)
+
+
+def test_a_fork_takes_all_or_nothing():
+    for pool, error in (("pages", None), ("slots", SlotPoolEmptyError), ("rows", SlotPoolEmptyError)):
+        book, child = ledger(), cold()
+        parent = parked(book, 10)
+        taken = getattr(book, pool).take(getattr(book, pool).free)
+        before = free(book), book.references()
+        if error is None:
+            assert book.fork(parent, child, 10, 17) is None
+        else:
+            with pytest.raises(error):
+                book.fork(parent, child, 10, 17)
+        assert (free(book), book.references()) == before
+        assert child.holding is None and taken
