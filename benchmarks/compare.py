@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from engine import MODELS, bench_command
+from engine import FLAGS, MODELS, bench_command
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +28,32 @@ def run(command: list[str]) -> dict:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def measure(
+    model: list[str], peers: list[str], rounds: int, flags: list[str] = FLAGS, shared: tuple[str, ...] = ()
+) -> tuple[dict, dict[str, list[dict[str, float]]]]:
+    """The machine, and of each engine what it did in each round. `shared` options are given to all of them."""
+    runs: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        ours = bench_command(model, cache, [*flags, *shared])
+        machine = run([*ours, "--repeats", "1"])["machine"]  # also compiles, so that the measured starts are warm
+        for _ in range(rounds):
+            runs.setdefault("jhybrid", []).append(rates(run(ours)))
+            for peer in peers:
+                python, script = peer.split("=")
+                figures = run([python, script, model[1], *shared])
+                runs.setdefault(figures["engine"], []).append(rates(figures))
+    return machine, runs
+
+
+def ratio(runs: dict[str, list[dict[str, float]]], peer: str, key: str) -> float:
+    """Ours to a peer's: the median over the rounds."""
+    return statistics.median(a[key] / b[key] for a, b in zip(runs["jhybrid"], runs[peer], strict=True))
+
+
+def medians(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in runs.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", action="append", required=True, metavar="PYTHON=SCRIPT")
@@ -35,26 +61,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    directory = MODELS[asked.model][1]
-    runs: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as cache:
-        ours = bench_command(MODELS[asked.model], cache)
-        machine = run([*ours, "--repeats", "1"])["machine"]  # also compiles, so that the measured starts are warm
-        for _ in range(asked.rounds):
-            runs.setdefault("jhybrid", []).append(rates(run(ours)))
-            for peer in asked.peer:
-                python, script = peer.split("=")
-                figures = run([python, script, directory])
-                runs.setdefault(figures["engine"], []).append(rates(figures))
-    medians = {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in runs.items()}
-    table = Table("tokens/s", *medians, *(f"jhybrid / {name}" for name in medians if name != "jhybrid"))
-    for key in medians["jhybrid"]:
-        ratios = [
-            statistics.median(a[key] / b[key] for a, b in zip(runs["jhybrid"], runs[name], strict=True))
-            for name in medians
-            if name != "jhybrid"
-        ]
-        table.add_row(key, *(f"{m[key]:.1f}" for m in medians.values()), *(f"{ratio:.2f}" for ratio in ratios))
+    machine, runs = measure(MODELS[asked.model], asked.peer, asked.rounds)
+    found = medians(runs)
+    peers = [name for name in found if name != "jhybrid"]
+    table = Table("tokens/s", *found, *(f"jhybrid / {name}" for name in peers))
+    for key in found["jhybrid"]:
+        ratios = [ratio(runs, name, key) for name in peers]
+        table.add_row(key, *(f"{m[key]:.1f}" for m in found.values()), *(f"{r:.2f}" for r in ratios))
     Console().print(table)
     if asked.output is not None:
         text = {"command": "python benchmarks/compare.py", "model": asked.model, "machine": machine, "runs": runs}

@@ -22,11 +22,11 @@ MODELS = {"demo": ["--model", "demo"], "granite_h_156m": ["--model", str(HERE / 
 FLAGS = ["--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "1024", "--max-num-batched-tokens", "512"]
 
 
-def bench_command(model: list[str], cache: str) -> list[str]:
+def bench_command(model: list[str], cache: str, flags: list[str] = FLAGS) -> list[str]:
     """`jhybrid bench` on a model; random weights where it has none."""
     dummy = [] if model[1] == "demo" else ["--load-format", "dummy"]
     cached = ["--compilation-cache-dir", cache]
-    return [sys.executable, "-m", "jhybrid.cli", "bench", *model, *dummy, *FLAGS, *cached, "--json"]
+    return [sys.executable, "-m", "jhybrid.cli", "bench", *model, *dummy, *flags, *cached, "--json"]
 
 
 def run(model: list[str], cache: str) -> dict:

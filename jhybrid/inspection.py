@@ -1,8 +1,11 @@
 """Inspection: what a model and a configuration come to, before any weight is read. Shown by `jhybrid inspect`."""
 
+import re
 from functools import partial
+from itertools import groupby
 from typing import Any
 
+import flax.linen as nn
 import jax
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +15,28 @@ from jhybrid.cache.arrays import plan_memory, tree_bytes
 from jhybrid.cache.router import Router
 from jhybrid.config import EngineConfig
 from jhybrid.errors import OutOfMemoryError
+from jhybrid.layers.attention import Attention
+from jhybrid.layers.gated_delta import GatedDelta
+from jhybrid.layers.latent_attention import LatentAttention
+from jhybrid.layers.mamba1 import Mamba1
+from jhybrid.layers.mamba2 import Mamba2
+from jhybrid.layers.mlp import Mlp
+from jhybrid.layers.moe import Experts
+from jhybrid.layers.short_conv import ShortConv
 from jhybrid.models import abstract_params
+from jhybrid.models.hf_config import load_json
 from jhybrid.runner import device_bytes_free
 from jhybrid.sampling import init_state
-from jhybrid.weights.load import choose_max_model_len, held_params, read_model
+from jhybrid.weights.load import choose_max_model_len, find_model, held_params, read_model
+
+BLOCKS = (Attention, LatentAttention, Mamba2, Mamba1, GatedDelta, ShortConv, Mlp, Experts)
+LEFT_OUT = {  # key of a config.json, where it is not null, empty or 0: what of such a checkpoint is not served
+    "vision_config": "images: the tower for them is not loaded",
+    "audio_config": "sound: the tower for it is not loaded",
+    "sound_config": "sound: the tower for it is not loaded",
+    "num_nextn_predict_layers": "the draft head (mtp) is not loaded",
+    "mtp_num_hidden_layers": "the draft head (mtp) is not loaded",
+}
 
 
 def inspect_model(config: EngineConfig) -> dict[str, Any]:
@@ -25,12 +46,13 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     """
     model_config, module, parts, dtype = read_model(config)
     max_model_len = choose_max_model_len(config, model_config)
-    params = abstract_params(module)
+    blocks, params = _blocks(module, len(parts))
     weights = held_params(config, model_config, module, params)
     router = Router(parts)
     layers = [
         {
             "layer": i,
+            "blocks": blocks[i],
             "parts": [
                 {"part": p.name, "unit": p.unit, "shape": list(p.shape), "dtype": p.dtype}
                 | {"array": router.place(i, p.name).array, "index": router.place(i, p.name).index}
@@ -52,12 +74,38 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
         "layers": layers,
         "bytes_per_slot": router.bytes_per_slot,
         "bytes_per_page": router.bytes_per_page,
+        "bytes_per_token": router.bytes_per_page // config.page_size,
+        "not_served": _left_out(load_json(find_model(config.model) / "config.json")),
         "memory": _memory(config, router, max_model_len, tree_bytes(weights), tree_bytes(sampler)),
         "buckets": [
             {"kind": b.kind, "tokens": b.tokens, "seqs": b.seqs}
             for b in make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         ],
     }
+
+
+def _blocks(module: nn.Module, layers: int) -> tuple[list[list[str]], dict[str, Any]]:
+    """What each layer consists of, in the order in which it runs, and the shapes of the parameters."""
+    blocks: list[list[str]] = [[] for _ in range(layers)]
+    running: list[int] = []
+
+    def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        path = context.module.path
+        layer = re.fullmatch(r"layers_(\d+)", path[0]) if len(path) == 1 else None
+        if layer is not None:
+            running[:] = [int(layer[1])]  # a block that layers share has a path of its own
+        if isinstance(context.module, BLOCKS) and context.method_name == "__call__":
+            blocks[running[0]].append(type(context.module).__name__)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(watch):
+        params = abstract_params(module)
+    return blocks, params
+
+
+def _left_out(raw: dict[str, Any]) -> list[str]:
+    sections = [raw, *(raw[key] for key in ("text_config", "llm_config") if isinstance(raw.get(key), dict))]
+    return sorted({said for section in sections for key, said in LEFT_OUT.items() if section.get(key)})
 
 
 def _memory(config: EngineConfig, router: Router, max_model_len: int, weights: int, sampler: int) -> dict[str, Any]:
@@ -92,6 +140,12 @@ def print_inspection(facts: dict[str, Any], console: Console) -> None:
         f"[bold]{facts['model']}[/bold] {facts['config']}: {facts['num_parameters']:,} parameters, {facts['dtype']}, "
         f"vocabulary {facts['vocab_size']}, up to {facts['max_model_len']} tokens"
     )
+    runs = [(len(list(group)), blocks) for blocks, group in groupby(layer["blocks"] for layer in facts["layers"])]
+    console.print("layers: " + ", ".join(f"{count} x {' + '.join(blocks)}" for count, blocks in runs))
+    quantised = f"weights in {', '.join(facts['quantization'])}; " if facts["quantization"] else ""
+    console.print(f"{quantised}{facts['bytes_per_slot']:,} bytes per sequence, {facts['bytes_per_token']:,} per token")
+    for left_out in facts["not_served"]:
+        console.print(f"not served: {left_out}")
     table = Table("layer", "part", "per", "shape", "dtype", "array", "index", title="Cache parts and where they are")
     for layer in facts["layers"]:
         for part in layer["parts"] or [None]:

@@ -31,7 +31,12 @@ MODELS = (
     pytest.param("jamba", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
     pytest.param("mamba2", marks=pytest.mark.slow),
+    pytest.param("mamba", marks=pytest.mark.slow),
+    pytest.param("falcon_mamba", marks=pytest.mark.slow),
+    pytest.param("zamba2", marks=pytest.mark.slow),
+    pytest.param("lfm2_moe", marks=pytest.mark.slow),
 )
+LITTLE = ("zamba2", "mamba", "falcon_mamba", "lfm2_moe")  # of which there is always a small engine, quick to compile
 HYBRIDS = (
     "nemotron_h_moe",
     "lfm2",
@@ -41,20 +46,22 @@ HYBRIDS = (
     pytest.param("falcon_h1", marks=pytest.mark.slow),
     pytest.param("jamba", marks=pytest.mark.slow),
     pytest.param("granite_dense", marks=pytest.mark.slow),
+    pytest.param("zamba2", marks=pytest.mark.slow),
+    pytest.param("lfm2_moe", marks=pytest.mark.slow),
 )
 PROMPT_LEN = 97
 
 
 @cache
-def engine_of(model: str) -> Engine:
+def engine_of(model: str, max_num_seqs: int = 4, max_num_batched_tokens: int = 128) -> Engine:
     """One test process compiles at a time; the next finds the executables in the shared folder."""
     config = EngineConfig(
         model=str(GOLDEN / model),
         dtype="float32",
-        max_num_seqs=4,
+        max_num_seqs=max_num_seqs,
         max_model_len=256,
         page_size=8,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=max_num_batched_tokens,
         chunk_size=16,
         enable_prefix_caching=True,
         snapshot_slots=12,

@@ -53,7 +53,7 @@ def test_there_and_back(tmp_path, model):
         convert(str(native), back)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_quantised_stays_so(tmp_path, model, kind):
     """Rounded once, on the way to the first form; the config says so, and inspection counts the bytes by it alone."""
