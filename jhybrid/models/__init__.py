@@ -15,6 +15,7 @@ from jhybrid.models import (
     mamba,
     nemotron_h,
     olmo_hybrid,
+    qwen3_moe,
     qwen3_next,
     zamba2,
 )
@@ -79,6 +80,7 @@ _ALL = (
         olmo_hybrid.weight_names,
     ),
     Family("Zamba2ForCausalLM", "zamba2", zamba2.Zamba2Config, zamba2.decoder, zamba2.weight_names),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", qwen3_moe.Qwen3MoeConfig, qwen3_moe.decoder, qwen3_moe.weight_names),
     Family("Qwen3ForCausalLM", "qwen3", llama.Qwen3Config, llama.decoder, llama.weight_names),
     Family("LlamaForCausalLM", "llama", llama.LlamaConfig, llama.decoder, llama.weight_names),
 )

@@ -78,11 +78,22 @@ class Model:
 def find_model(model: str) -> Path:
     """The directory that a `model` argument means. ConfigError if there is no model there."""
     directory = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
+    if directory.suffix == ".gguf" or (directory.is_dir() and _only_gguf(directory)):
+        raise ConfigError(
+            "model",
+            f"{model!r} is GGUF, llama.cpp's own form, which is not read; use the Hugging Face directory (config.json "
+            "and *.safetensors) that it was made from, with quantization int8 or fp8 if memory is short",
+        )
     if not directory.is_dir():
         raise ConfigError("model", f"{model!r} is no directory; give a Hugging Face or Orbax directory, or `demo`")
     if not (directory / "config.json").exists():
         raise ConfigError("model", f"{directory} has no config.json, so it is no model directory")
     return directory
+
+
+def _only_gguf(directory: Path) -> bool:
+    kinds = {file.suffix for file in directory.iterdir()}
+    return ".gguf" in kinds and ".safetensors" not in kinds and not is_orbax(directory)
 
 
 def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple[Part, ...]], str]:

@@ -14,7 +14,11 @@ from kernels_pallas.gated_delta import reference, xla
 from kernels_pallas.implementations import choose
 from kernels_pallas.spans import Spans
 
-IMPLEMENTATIONS = {"reference": reference.gated_delta, "xla": xla.gated_delta}
+IMPLEMENTATIONS = {
+    "reference": reference.gated_delta,
+    "xla": xla.gated_delta,
+    "xla_wy": partial(xla.gated_delta, always_wy=True),  # what "xla" is on other platforms than CPU
+}
 
 
 @partial(jax.jit, static_argnames=("implementation",))

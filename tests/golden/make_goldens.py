@@ -360,6 +360,24 @@ MODELS: dict[str, dict] = {
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 263,
+        "hidden_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 104,
+        "moe_intermediate_size": 20,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
 }
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")  # sway the choice of experts, not their weights
 CENTRED_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")  # whose factor is 1 + weight

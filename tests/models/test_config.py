@@ -23,6 +23,8 @@ NEEDED = {
     "mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_conv_bias mamba_proj_bias",
     "bamba": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size rope_parameters "
     "max_position_embeddings num_attention_heads mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv",
+    "qwen3_moe": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size rope_parameters "
+    "max_position_embeddings num_attention_heads num_experts_per_tok moe_intermediate_size norm_topk_prob",
     "mamba2": "vocab_size hidden_size layer_norm_epsilon num_hidden_layers num_heads head_dim state_size n_groups "
     "expand conv_kernel use_conv_bias use_bias hidden_act residual_in_fp32",
     "lfm2": "vocab_size hidden_size norm_eps num_hidden_layers layer_types conv_L_cache conv_bias num_attention_heads "
@@ -236,6 +238,8 @@ def test_nemotron_config_survives_export(name: str):
 
 
 REFUSED = [
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
+    ("qwen3_moe", {"mlp_only_layers": [4]}, "mlp_only_layers: 4 is no layer"),
     ("nemotron_h_moe", {"layers_block_type": None, "hybrid_override_pattern": "M-MX"}, "letter 'X' at position 3"),
     ("nemotron_h_moe", {"layers_block_type": ["mamba", "conv"]}, r"layers_block_type\[1\]: layer kind 'conv'"),
     ("nemotron_h_moe", {"num_hidden_layers": 9}, "num_hidden_layers: 9, but .* 8 layers"),

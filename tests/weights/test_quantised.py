@@ -300,3 +300,11 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path):
     assert scheme == Scheme("fp8", None, ("lm_head", "*.mixer.conv1d"))
     assert scheme.excludes("lm_head.weight") and scheme.excludes("layers.3.mixer.conv1d.weight")
     assert not scheme.excludes("layers.3.mixer.in_proj.weight")
+
+
+def test_gguf_is_refused_by_name(tmp_path):
+    file = tmp_path / "model.Q8_0.gguf"
+    file.write_bytes(b"GGUF")
+    for model in (file, tmp_path):
+        with pytest.raises(ConfigError, match=r"model: .* is GGUF, .* use the Hugging Face directory"):
+            read_model(EngineConfig(model=str(model)))
