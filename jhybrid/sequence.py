@@ -102,7 +102,6 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # names of those pages in the lower tiers
     fetch: "Fetch | None" = None  # its prefix, on the way from a lower tier
     num_fetches: int = 0
-    fetch_deadline: float | None = None  # until which its admission waits for one
     num_deferrals: int = 0  # for want of a row for the state that was fetched
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
     computable: int = field(init=False)
