@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long check lint types proto bench soak clean
+.PHONY: demo test test-long test-gpu-compile check lint types proto bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,11 @@ test: $(STAMP)  ## the tests, long ones excepted
 
 test-long: $(STAMP)  ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu-compile: $(STAMP)  ## compile for GPUs that are not there (wheels of 150 MB, into an environment of their own)
+	$(PYTHON) -m venv $(VENV)-gpu
+	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,gpu-compile]'
+	JAX_PLATFORMS=cpu $(VENV)-gpu/bin/python -m pytest tests/kernels_pallas/test_gpu_compile.py tests/test_fit.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

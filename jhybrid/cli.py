@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 import tyro.extras
@@ -264,13 +264,19 @@ class Inspect:
     """Show a model's layers, cache parts, memory plan and buckets, without reading its weights."""
 
     engine: Config = field(default_factory=EngineConfig)
+    gpu: Literal["h100", "h200"] | None = None
+    """Compile the largest steps for this GPU, which need not be there, and plan its memory. Takes minutes."""
     json: bool = False
     """One JSON object."""
 
     def run(self) -> None:
+        from jhybrid.fit import Fit
         from jhybrid.inspection import inspect_model, print_inspection
+        from kernels_pallas.gpus import GPUS
 
         facts = inspect_model(self.engine)
+        if self.gpu is not None:
+            facts["fit"] = Fit(self.engine, GPUS[self.gpu]).report()
         if self.json:
             print(json.dumps(facts))
         else:

@@ -161,3 +161,16 @@ def print_inspection(facts: dict[str, Any], console: Console) -> None:
     for bucket in facts["buckets"]:
         buckets.add_row(bucket["kind"], str(bucket["tokens"]), str(bucket["seqs"]))
     console.print(buckets)
+    if "fit" in facts:
+        _print_fit(facts["fit"], console)
+
+
+def _print_fit(fit: dict[str, Any], console: Console) -> None:
+    steps = Table("step", "scratch", "updated in place", "compiled in s", title=f"Steps compiled for {fit['gpu']}")
+    for step in fit["steps"]:
+        steps.add_row(step["bucket"], f"{step['scratch']:,}", f"{step['updated_in_place']:,}", f"{step['seconds']:.0f}")
+    console.print(steps)
+    memory = Table("kind", "amount", title=f"Memory plan for {fit['gpu']}, the steps' scratch included")
+    for kind, amount in fit["memory"].items():
+        memory.add_row(kind, f"{amount:,}")
+    console.print(memory)

@@ -9,7 +9,6 @@ import heapq
 from dataclasses import dataclass, field
 
 from jhybrid.cache.ledger import Hit, Ledger
-from jhybrid.cache.node import Node
 from jhybrid.errors import SlotPoolEmptyError
 from jhybrid.sequence import Holding, Phase, Sequence
 
@@ -202,11 +201,7 @@ class Scheduler:
         samples = sequence.dispatched == total < sequence.max_total
         holding = sequence.holding
         assert holding is not None
-        size, load, source = self.ledger.page_size, holding.load, None
-        if load is not None and first_pos == load.depth * size:
-            source = load.snapshot
-        elif holding.source is not None and first_pos == holding.published * size:
-            source = holding.source.snapshot
+        begins = holding.source is not None and first_pos == holding.published * self.ledger.page_size
         item = Item(
             sequence,
             holding,
@@ -214,7 +209,7 @@ class Scheduler:
             tokens,
             samples,
             total - sequence.prompt_len,
-            source=source,
+            source=holding.source.snapshot if begins and holding.source else None,
             read_slot=holding.fork.slot if holding.fork and first_pos == holding.fork.position else None,
             snapshots=self.ledger.snapshots_for(sequence, first_pos, tokens),
         )
@@ -226,14 +221,10 @@ class Scheduler:
         item.sequence.pending -= item.samples
         return item.sequence.phase is not Phase.FINISHED
 
-    def commit(self, item: Item) -> Node | None:
-        """What an item computed is good: the ledger may share it. Not if the sequence was preempted since.
-
-        Returns what `Ledger.commit` does.
-        """
+    def commit(self, item: Item) -> None:
+        """What an item computed is good: the ledger may share it. Not if the sequence was preempted since."""
         if item.sequence.holding is item.holding:
-            return self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
-        return None
+            self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
 
     def preempt_all(self) -> None:
         """Queue every running sequence again, because the cache was lost with a failed step."""

@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import psutil
 
 from jhybrid.batch import make_buckets
 from jhybrid.cache.arrays import MemoryPlan
@@ -17,7 +16,6 @@ from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Ledger
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.router import Part, Router
-from jhybrid.cache.tiers.tiers import TierConfig, Tiers
 from jhybrid.cache.tuning import Tuner
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
@@ -26,7 +24,6 @@ from jhybrid.models import ModelConfig, abstract_params, family_for, init_params
 from jhybrid.runner import Runner
 from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
-from jhybrid.weights.fingerprint import fingerprint
 from jhybrid.weights.orbax import is_orbax, load_orbax
 from jhybrid.weights.quantised import Kind, Scheme, held_shapes, read_quantisation, rounded_params
 from jhybrid.weights.safetensors import load_safetensors
@@ -99,15 +96,21 @@ def _only_gguf(directory: Path) -> bool:
     return ".gguf" in kinds and ".safetensors" not in kinds and not is_orbax(directory)
 
 
-def read_model(config: EngineConfig) -> tuple[ModelConfig, nn.Module, list[tuple[Part, ...]], str]:
-    """A model's config, module, the cache parts of its layers, and dtype. Reads no weights."""
+def read_model(
+    config: EngineConfig, platform: str | None = None
+) -> tuple[ModelConfig, nn.Module, list[tuple[Part, ...]], str]:
+    """A model's config, module, the cache parts of its layers, and dtype. Reads no weights.
+
+    `platform` ("cpu", "gpu", "tpu") is where it is to run; None: here.
+    """
+    platform = platform or jax.default_backend()
     directory = find_model(config.model)
     model_config = read_config(directory)
     read_scheme(config)  # refuses what the loader cannot read
-    dtype = _dtype(config.dtype)
+    dtype = _dtype(config.dtype, platform)
     module = family_for(model_config).module(model_config, jnp.dtype(dtype))
     # XLA's CPU code updates a 16-bit array by way of float32 copies of the whole of it.
-    cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
+    cache_dtype = "float32" if platform == "cpu" else dtype
     parts = model_config.layer_parts(
         page_size=config.page_size,
         kv_dtype=cache_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
@@ -234,7 +237,6 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked
         snapshot_slots=config.snapshot_slots,
         snapshot_dtype=config.snapshot_dtype,  # pyright: ignore[reportArgumentType]
         copies_pages=max_parked > 0,
-        has_tiers=config.host_cache_bytes > 0,
     )
 
 
@@ -266,29 +268,12 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
     )
 
 
-def make_tiers(config: EngineConfig, model: Model, runner: Runner) -> Tiers:
-    """The host tier, and the disk tier if there is to be one. Raises ConfigError."""
-    free = psutil.virtual_memory().available
-    if config.host_cache_bytes > free:
-        raise ConfigError("host_cache_bytes", f"{config.host_cache_bytes} is more than the {free} B of memory left")
-    tiers = TierConfig(
-        host_bytes=config.host_cache_bytes,
-        state_share=config.host_cache_state_share,
-        policy=config.cache_write_policy,  # pyright: ignore[reportArgumentType]
-        disk_url=config.disk_cache_url,
-        disk_bytes=config.disk_cache_bytes,
-        timeout=config.cache_load_timeout,
-    )
-    name = b"" if config.disk_cache_url is None else fingerprint(config, model, runner.executables)
-    return Tiers(tiers, runner, name, pages_per_seq=-(-model.max_model_len // config.page_size))
-
-
 def make_tuner(config: EngineConfig, model: Model, memory: MemoryPlan, tree: PrefixTree) -> Tuner:
     """A tuner of a tree's policy that tries things out on books like the engine's."""
     return Tuner(tree.policy, lambda alpha: make_ledger(config, model, memory, alpha))
 
 
-def _dtype(asked: str) -> str:
+def _dtype(asked: str, platform: str) -> str:
     if asked != "auto":
         return asked
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if platform == "cpu" else "bfloat16"

@@ -9,11 +9,11 @@ from typing import Literal
 import jax
 from jax import Array
 
-from kernels_pallas.causal_conv import reference, xla
+from kernels_pallas.causal_conv import parallel, reference, xla
 from kernels_pallas.implementations import choose
 from kernels_pallas.spans import Spans
 
-IMPLEMENTATIONS = {"reference": reference.causal_conv, "xla": xla.causal_conv}
+IMPLEMENTATIONS = {"parallel": parallel.causal_conv, "reference": reference.causal_conv, "xla": xla.causal_conv}
 
 
 @partial(jax.jit, static_argnames=("activation", "implementation"))

@@ -10,11 +10,12 @@ from functools import partial
 import jax
 from jax import Array
 
-from kernels_pallas.gated_delta import reference, xla
+from kernels_pallas.gated_delta import parallel, reference, xla
 from kernels_pallas.implementations import choose
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
+    "parallel": parallel.gated_delta,
     "reference": reference.gated_delta,
     "xla": xla.gated_delta,
     "xla_wy": partial(xla.gated_delta, always_wy=True),  # what "xla" is on other platforms than CPU

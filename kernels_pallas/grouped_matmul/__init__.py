@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax import Array
 
-from kernels_pallas.grouped_matmul import reference, xla
+from kernels_pallas.grouped_matmul import reference, tiles, xla
 from kernels_pallas.implementations import choose
 
-IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
+IMPLEMENTATIONS = {"reference": reference.grouped_matmul, "tiles": tiles.grouped_matmul, "xla": xla.grouped_matmul}
 
 
 @partial(jax.jit, static_argnames=("implementation",))

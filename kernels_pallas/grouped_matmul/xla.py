@@ -1,4 +1,4 @@
-"""grouped_matmul in plain JAX: a loop over the groups that have rows on CPU, `ragged_dot` elsewhere.
+"""grouped_matmul in plain JAX: a loop over the groups that have rows on CPU, tiles on GPU, `ragged_dot` elsewhere.
 
 On CPU `ragged_dot` multiplies every row by every group's weight (110 ms against 2 ms for 8 rows and 32 groups of
 1024 x 512), so the loop there does the true products only, and reads only the weights that are hit.
@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.grouped_matmul import tiles
+from kernels_pallas.grouped_matmul.tiles import tile_rows
 from kernels_pallas.scaled_matmul.xla import whole
 
 WEIGHT_TILE_BYTES = 1 << 17  # of the part of a weight that stays in a core's cache while rows pass over it
-MOST_TILE_ROWS = 64
 
 
 def grouped_matmul(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
     """See the package. Differentiable in x and weight."""
-    if scale is None:
-        return lax.platform_dependent(x, weight, group_sizes, cpu=_differentiable, default=_ragged_dot)
-    return lax.platform_dependent(x, weight, group_sizes, scale, cpu=_by_groups, default=_ragged_dot)
+    inputs, cpu = (x, weight, group_sizes), _differentiable
+    if scale is not None:
+        inputs, cpu = (*inputs, scale), _by_groups
+    return lax.platform_dependent(*inputs, cpu=cpu, cuda=tiles.grouped_matmul, default=_ragged_dot)
 
 
 def _ragged_dot(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
@@ -34,7 +36,7 @@ def _ragged_dot(x: Array, weight: Array, group_sizes: Array, scale: Array | None
 def _by_groups(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
     """[T, O]: for each non-empty group, for each tile of its weight's rows, for each tile of its rows of x."""
     tokens, (groups, out, width) = x.shape[0], weight.shape
-    tile = _tile_rows(tokens, groups)
+    tile = tile_rows(tokens, groups)
     columns = min(out, max(1, WEIGHT_TILE_BYTES // (4 * width)))
     starts = jnp.cumsum(group_sizes) - group_sizes
     padded = jnp.pad(x.astype(jnp.float32), ((0, tile - 1), (0, 0)))  # a tile may reach past the last row
@@ -63,11 +65,6 @@ def _by_groups(x: Array, weight: Array, group_sizes: Array, scale: Array | None 
     return y[:tokens].astype(x.dtype)
 
 
-def _tile_rows(tokens: int, groups: int) -> int:
-    """About the rows of one group, as a power of two: larger tiles waste products, smaller ones repeat loads."""
-    return min(MOST_TILE_ROWS, tokens, 1 << (-(-tokens // groups) - 1).bit_length())
-
-
 def _for_hit_groups(body: Callable[[Array, Array], Array], group_sizes: Array, value: Array) -> Array:
     """`value` after `value = body(g, value)` for every group g that has rows."""
     groups = group_sizes.shape[0]
@@ -88,7 +85,7 @@ def _forward(x: Array, weight: Array, group_sizes: Array) -> tuple[Array, tuple[
 def _backward(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     """dx is the same product with transposed weights; dweight[g] sums over the rows of g."""
     x, weight, group_sizes = kept
-    tile = _tile_rows(x.shape[0], weight.shape[0])
+    tile = tile_rows(x.shape[0], weight.shape[0])
     starts = jnp.cumsum(group_sizes) - group_sizes
     dy_rows, x_rows = (jnp.pad(a.astype(jnp.float32), ((0, tile - 1), (0, 0))) for a in (dy, x))
 

@@ -7,10 +7,14 @@ import jax
 from jax import Array
 
 from kernels_pallas.implementations import choose
-from kernels_pallas.paged_attention import reference, xla
+from kernels_pallas.paged_attention import parallel, reference, xla
 from kernels_pallas.spans import Spans
 
-IMPLEMENTATIONS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+IMPLEMENTATIONS = {
+    "parallel": parallel.paged_attention,
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+}
 
 
 @partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "implementation"))

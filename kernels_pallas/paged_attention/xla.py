@@ -9,7 +9,7 @@ from jax import Array, lax
 from kernels_pallas.spans import Spans
 from kernels_pallas.words import from_words, to_words
 
-BLOCK_TOKENS = 128  # of the cache read at a time
+BLOCK_TOKENS = 128  # of the cache read at a time on CPU
 FEW_TOKENS = 8  # of a chunk that gets a small query tile
 MASKED = -1e30  # finite: a block that is wholly masked for a row must not make NaN of its running maximum
 
@@ -48,7 +48,7 @@ def paged_attention(
     rule = Rule(scale, sliding_window, soft_cap)
     if pages is None:
         return _whole_sequences(q, k, k if v is None else v, spans.num_seqs, rule), None
-    pages = _append(k, v, pages, spans, base)
+    pages = append(k, v, pages, spans, base)
     queries = q.astype(jnp.float32)
     o = jnp.zeros_like(queries)
     if spans.kind == "decode":
@@ -76,7 +76,7 @@ def _whole_sequences(q: Array, k: Array, v: Array, num_seqs: int, rule: Rule) ->
     return jnp.einsum("shgqk,skhd->sqhgd", weights, values).reshape(q.shape).astype(q.dtype)
 
 
-def _append(k: Array, v: Array | None, pages: Array, spans: Spans, base: int | Array) -> Array:
+def append(k: Array, v: Array | None, pages: Array, spans: Spans, base: int | Array) -> Array:
     """Pages with this step's keys and values; padding is written nowhere.
 
     In place if `pages` is donated and nothing else reads it later: so the keys of the next layer that shares the
@@ -113,14 +113,14 @@ def _attend_chunks(
     following = jnp.append(following, jnp.int32(chunks))
     room = ((0, tile - 1), (0, 0), (0, 0))  # a tile may reach past the last token
     q, o = jnp.pad(q, room), jnp.pad(o, room)
-    table = _whole_blocks(spans.page_table, pages.shape[1])
+    table = whole_blocks(spans.page_table, pages.shape[1], BLOCK_TOKENS)
 
     def attend(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         chunk, o = carry
         start, seq = spans.chunk_start[chunk], spans.chunk_seq[chunk]
         first = spans.first_pos[seq] + start - spans.query_start[seq]
         rows = lax.dynamic_slice_in_dim(q, start, tile)
-        got = _attend_tile(rows, pages, table[seq] + base, first, spans.chunk_len[chunk], rule, kv_heads)
+        got = attend_tile(rows, pages, table[seq] + base, first, spans.chunk_len[chunk], rule, kv_heads)
         old = lax.dynamic_slice_in_dim(o, start, tile)
         mine = jnp.arange(tile) < spans.chunk_len[chunk]
         new = jnp.where(mine[:, None, None], got, old)
@@ -130,13 +130,22 @@ def _attend_chunks(
     return o[:tokens]
 
 
-def _whole_blocks(table: Array, page_size: int) -> Array:
+def whole_blocks(table: Array, page_size: int, block_tokens: int) -> Array:
     """[S, W'] page table, W' a multiple of the pages of a block; the added entries are past every context."""
-    per_block = min(max(1, BLOCK_TOKENS // page_size), table.shape[1])
+    per_block = min(max(1, block_tokens // page_size), table.shape[1])
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % per_block)))
 
 
-def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array, rule: Rule, kv_heads: int) -> Array:
+def attend_tile(
+    q: Array,
+    pages: Array,
+    rows: Array,
+    first: Array,
+    count: Array,
+    rule: Rule,
+    kv_heads: int,
+    block_tokens: int = BLOCK_TOKENS,
+) -> Array:
     """Attention of one chunk: q [tile, Hq, Dh] float32 at positions `first...`, of which `count` are real.
 
     `rows` [W'] are the rows of the sequence's pages. Online softmax over blocks of pages, from the first that
@@ -144,7 +153,7 @@ def _attend_tile(q: Array, pages: Array, rows: Array, first: Array, count: Array
     """
     tile, heads, dim = q.shape
     page_size, held_per_head = pages.shape[1], pages.shape[2] // kv_heads  # key and value, or one for both
-    per_block = min(max(1, BLOCK_TOKENS // page_size), rows.shape[0])
+    per_block = min(max(1, block_tokens // page_size), rows.shape[0])
     block = per_block * page_size
     group = heads // kv_heads
     # [Hkv, tile * group, Dh]: query heads that share a key head are rows of one product

@@ -9,10 +9,14 @@ import jax
 from jax import Array
 
 from kernels_pallas.implementations import choose
-from kernels_pallas.selective_scan import reference, xla
+from kernels_pallas.selective_scan import parallel, reference, xla
 from kernels_pallas.spans import Spans
 
-IMPLEMENTATIONS = {"reference": reference.selective_scan, "xla": xla.selective_scan}
+IMPLEMENTATIONS = {
+    "parallel": parallel.selective_scan,
+    "reference": reference.selective_scan,
+    "xla": xla.selective_scan,
+}
 
 
 @partial(jax.jit, static_argnames=("implementation",))

@@ -10,9 +10,9 @@ from jax import Array
 
 from kernels_pallas.implementations import choose
 from kernels_pallas.spans import Spans
-from kernels_pallas.ssd import reference, xla
+from kernels_pallas.ssd import parallel, reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.ssd, "xla": xla.ssd}
+IMPLEMENTATIONS = {"parallel": parallel.ssd, "reference": reference.ssd, "xla": xla.ssd}
 
 
 @partial(jax.jit, static_argnames=("implementation",))

@@ -91,13 +91,21 @@ def _f64(a: Any) -> np.ndarray:
     return np.asarray(a, np.float64)
 
 
+def _run(step: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the op gives; a case that an implementation leaves to others is skipped with its reason."""
+    try:
+        return step(*args, **kwargs)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize(("op", "spec", "name"), _cases())
 def test_agrees_with_the_reference(op: str, spec: Spec, name: str) -> None:
     module, _ = _load(op)
     run = getattr(module, op)
     args, kwargs = spec.build(0)
     if not isinstance(args[-1], Spans):  # no sequences and no cache: the answer alone
-        got, want = (run(*args, **kwargs, implementation=i) for i in (name, "reference"))
+        got, want = (_run(run, *args, **kwargs, implementation=i) for i in (name, "reference"))
         assert got.dtype == want.dtype
         np.testing.assert_allclose(_f64(got), _f64(want), atol=spec.atol, rtol=0)
         return
@@ -111,7 +119,7 @@ def test_agrees_with_the_reference(op: str, spec: Spec, name: str) -> None:
     step = _compiled(op, tuple(kwargs), None if cache is None else len(inputs))
     for which in ("reference", name):
         copy = None if cache is None else jnp.array(original)
-        answers.append(step(*inputs, copy, spans, **kwargs, implementation=which))
+        answers.append(_run(step, *inputs, copy, spans, **kwargs, implementation=which))
     (want, want_cache), (got, got_cache) = answers
     assert got.dtype == want.dtype
     assert np.all(np.isfinite(_f64(want)[:valid])), "the spec's own answer is not finite"

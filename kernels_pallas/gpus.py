@@ -1,0 +1,73 @@
+"""Gpu: what is known of an NVIDIA GPU that need not be at hand, and the compiler's stand-in for one.
+
+XLA compiles to machine code for a described GPU without a driver or a card; that needs the wheels of the
+`gpu-compile` extra alone. Rates are the published ones.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 }} device_memory_size: {memory} memory_bandwidth: {bandwidth}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{kind}"
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of NVIDIA GPU: memory in bytes, rates per second."""
+
+    name: str
+    kind: str  # what `jax.Device.device_kind` says
+    memory: int
+    bandwidth: float  # bytes of device memory
+    matrix_flops: float  # bfloat16, dense
+
+    def device(self) -> Any:
+        """A device to compile for, on which nothing can run. ModuleNotFoundError without the plugin's wheels."""
+        return _device(self)
+
+    def place(self, tree: Any) -> Any:
+        """The shapes of a pytree of arrays or shapes, as arguments of a program compiled for this GPU."""
+        sharding = SingleDeviceSharding(self.device())
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+    def floor_seconds(self, moved_bytes: float, flops: float = 0.0) -> float:
+        """The least time that moving so many bytes and so many bfloat16 operations take."""
+        return max(moved_bytes / self.bandwidth, flops / self.matrix_flops)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h100", "NVIDIA H100 80GB HBM3", 85_000_000_000, 3.35e12, 790e12),
+        Gpu("h200", "NVIDIA H200", 150_000_000_000, 4.8e12, 790e12),
+    )
+}
+
+
+@functools.cache
+def _device(gpu: Gpu) -> Any:
+    described = HOPPER.format(memory=gpu.memory, bandwidth=int(gpu.bandwidth), kind=gpu.kind)
+    options = {"topology": "1x1x1", "target_config": described}
+    try:
+        return topologies.get_topology_desc(platform="cuda", topology_name="1x1x1", **options).devices[0]
+    except NotImplementedError as error:
+        raise ModuleNotFoundError(
+            f"no compiler for {gpu.kind}: install the gpu-compile extra; without a GPU, set JAX_PLATFORMS=cpu"
+        ) from error
