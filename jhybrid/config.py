@@ -55,6 +55,18 @@ class EngineConfig:
     """Which cached prefix goes first: lru, or flop_aware, which also weighs what recomputing it would cost."""
     verify_hits: float = 0.0
     """Share of prefix cache hits to compute again, cold, when idle; a cached prefix that differs is forgotten."""
+    host_cache_bytes: int = 0
+    """Host memory for cached prefixes that leave the device; 0 for none."""
+    host_cache_state_share: float | None = None
+    """Share of host_cache_bytes for recurrent states alone. None: whatever was used last stays, states or KV."""
+    cache_write_policy: str = "write_through"
+    """When prefixes are copied to the host: write_through (when they are computed) or write_back (before eviction)."""
+    disk_cache_url: str | None = None
+    """Where cached prefixes outlive the engine: file:///DIRECTORY/, gs:// or s3://. None: nowhere."""
+    disk_cache_bytes: int = 16 << 30
+    """Most bytes under disk_cache_url for this model."""
+    cache_load_timeout: float = 2.0
+    """Seconds that a request waits for its prefix from host or disk before it is computed anew."""
     memory_fraction: float | None = None
     """Share of the device's free memory that weights, caches and scratch may take together. None: 0.9, on CPU 0.4."""
     max_queue: int = 4096
@@ -100,6 +112,7 @@ class EngineConfig:
         if not _is_share(self.verify_hits):
             raise ConfigError("verify_hits", f"{self.verify_hits!r} is not in [0, 1]")
         self._check_snapshots()
+        self._check_tiers()
         if self.tensor_parallel_size != 1:
             raise ConfigError("tensor_parallel_size", f"{self.tensor_parallel_size} given, only 1 is supported so far")
         if self.max_model_len is not None and self.max_model_len % self.page_size:
@@ -131,6 +144,35 @@ class EngineConfig:
                 f"{interval} is no multiple of page_size={self.page_size}; "
                 f"use {-(-interval // self.page_size) * self.page_size}",
             )
+
+    def _check_tiers(self) -> None:
+        for name, lowest in (("host_cache_bytes", 0), ("disk_cache_bytes", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise ConfigError(name, f"must be an integer of at least {lowest}, got {value!r}")
+        share, timeout = self.host_cache_state_share, self.cache_load_timeout
+        if share is not None and not (_is_share(share) and 0 < share < 1):
+            raise ConfigError("host_cache_state_share", f"{share!r} is not in (0, 1)")
+        if self.cache_write_policy not in ("write_through", "write_back"):
+            raise ConfigError(
+                "cache_write_policy", f"{self.cache_write_policy!r} is not one of write_through, write_back"
+            )
+        if self.disk_cache_url is not None and "://" not in str(self.disk_cache_url):
+            raise ConfigError(
+                "disk_cache_url", f"{self.disk_cache_url!r} is no URL; give file:///DIRECTORY/, gs:// or s3://"
+            )
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise ConfigError("cache_load_timeout", f"must be a positive number of seconds, got {timeout!r}")
+        if self.host_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "host_cache_bytes",
+                f"{self.host_cache_bytes} has no effect without enable_prefix_caching; switch that on",
+            )
+        if not self.host_cache_bytes:
+            asked = {"disk_cache_url": self.disk_cache_url, "host_cache_state_share": share}
+            for name, value in asked.items():
+                if value is not None:
+                    raise ConfigError(name, f"{value!r} needs host_cache_bytes, through which prefixes pass; set that")
 
     def memory_share(self, platform: str) -> float:
         """Share of free memory to use on a platform ("cpu", "gpu", "tpu")."""

@@ -30,7 +30,7 @@ from jhybrid.sequence import Phase, Sequence
 from jhybrid.startup import Startup
 from jhybrid.stats import Stats
 from jhybrid.tokenizer import Tokenizer
-from jhybrid.weights.load import Model, load_model, make_ledger, make_runner, make_tuner
+from jhybrid.weights.load import Model, load_model, make_ledger, make_runner, make_tiers, make_tuner
 
 log = logging.getLogger("jhybrid")
 
@@ -84,6 +84,8 @@ class Engine:
         self.config, self.model, self.runner = config, model, runner
         self.tokenizer: Tokenizer | None = model.tokenizer
         self.ledger = make_ledger(config, model, runner.memory)
+        if config.host_cache_bytes and self.ledger.tree is not None:
+            self.ledger.tiers = make_tiers(config, model, runner)
         self.scheduler = Scheduler(
             self.ledger, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
@@ -274,6 +276,9 @@ class Engine:
                 wait([mask for _, mask in self._masking], MASK_SECONDS, FIRST_COMPLETED)
             before, self._flight = self._flight, None  # a launch that fails leaves the step before it alone
             self._flight = self._launch(plan)
+            self.ledger.tick()
+            if plan is None and before is None and self.ledger.tiers is not None:
+                self.ledger.tiers.wait_for_fetch()
             if before is not None:  # the device is busy anyway
                 self._tune()
             deltas = self._land(before)
@@ -314,9 +319,10 @@ class Engine:
     def idle(self) -> bool:
         """Do a little of what can wait until nothing else is to be done. False if there is nothing of it either.
 
-        That is checking hits (`verify_hits`), for which steps are to follow, and tuning the eviction policy.
+        That is checking hits (`verify_hits`), for which steps are to follow, tuning the eviction policy, and copying
+        prefixes to the lower tiers.
         """
-        return not self.has_work and (self._begin_check() or self._tune())
+        return not self.has_work and (self._begin_check() or self._tune() or self.ledger.keep_copying())
 
     def _begin_check(self) -> bool:
         asked = self._guard.begin()
@@ -360,6 +366,7 @@ class Engine:
                         self._guard.saw(sequence.hit, sequence.request.cache_salt, sequence.token_ids)
                     sequence.queue_seconds = time.perf_counter() - sequence.submitted
                 self.packer.admit(sequence)
+                self._load(sequence)
                 adjusted = adjustments(sequence, self.model.vocab_size)
                 if adjusted is not None:
                     assert sequence.holding is not None
@@ -373,6 +380,14 @@ class Engine:
             return None
         self.stats.launched(plan, batch.bucket.tokens)
         return flight
+
+    def _load(self, sequence: Sequence) -> None:
+        """Write what came from a lower tier into the rows of a sequence that has just been admitted."""
+        holding = sequence.holding
+        load = holding.load if holding else None
+        if holding is not None and load is not None:
+            pages = holding.pages[load.first : load.depth]
+            self.runner.copy_in(load.fetch.staged, load.first - load.fetch.first, pages, load.snapshot)
 
     def _land(self, flight: Flight | None) -> list[Delta]:
         if flight is None:
@@ -426,12 +441,15 @@ class Engine:
         if token < 0:  # also where nothing is sampled: what it computed must not be shared
             self.stats.nan_events += 1
             at = item.first_pos + item.num_tokens - 1
+            self.ledger.distrust(sequence)
             if sequence.hit is not None and not sequence.is_check:
                 self._guard.suspect(sequence.hit, sequence.request.cache_salt, sequence.token_ids)
             return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
         if sequence.prompt_logprobs is not None and not prompt_entries(item, result, start):
             return self._failure(sequence, StepError(f"log-probabilities of the prompt near {item.first_pos} are NaN"))
-        self.scheduler.commit(item)
+        loaded = self.scheduler.commit(item)
+        if loaded is not None and not sequence.is_check:
+            self._guard.saw(loaded, sequence.request.cache_salt, sequence.token_ids)
         if item.samples:
             return self._token(item, result, i, token)
         done = item.first_pos + item.num_tokens
@@ -602,13 +620,26 @@ class Engine:
         """Who holds which slots, pages and snapshots now."""
         return Occupancy.of(self.scheduler, self.ledger)
 
+    def degraded(self) -> dict[str, str]:
+        """What is out of use though requests are answered, and why. Any thread may ask."""
+        return {} if self.ledger.tiers is None else self.ledger.tiers.out()
+
     def model_info(self) -> dict:
         """The model's name, family, sizes and limits."""
         return self.model.info()
 
-    def flush_cache(self) -> None:
-        """Forget cached prefixes. What running sequences use of them is given back when they end."""
+    def flush_cache(self, *, device_only: bool = False) -> None:
+        """Forget cached prefixes. What running sequences use of them is given back when they end.
+
+        With `device_only`, what the host and disk tiers have stays.
+        """
         self.ledger.flush()
+        if self.ledger.tiers is not None and not device_only:
+            self.ledger.tiers.clear()
+
+    def drain_tiers(self, seconds: float = 60.0) -> bool:
+        """Wait until what is worth keeping has arrived in the host and disk tiers. False if it took longer."""
+        return self.ledger.drain(seconds)
 
     def close(self) -> None:
         """End what runs and give everything back. Harmless when repeated."""
@@ -621,7 +652,7 @@ class Engine:
             flight, self._flight = self._flight, None
             for item in flight.plan.items:
                 self.scheduler.landed(item)
-        self.ledger.flush()
+        self.ledger.close()
 
     def __enter__(self) -> Self:
         return self

@@ -37,6 +37,27 @@ PREFIX_COUNTERS = {
 }
 
 
+TIER_GAUGES = {
+    "entries": "Entries of cached prefixes in a tier",
+    "bytes": "Bytes of them",
+    "capacity": "Bytes that a tier may have",
+    "queued": "Prefixes that wait to be written to a tier",
+}
+TIER_COUNTERS = {
+    "hits": "Admissions that started from a tier",
+    "hit_tokens": "Prompt tokens that it provided for",
+    "deferrals": "Admissions put off to wait for a tier",
+    "writes": "Entries written",
+    "written_bytes": "Bytes written",
+    "write_seconds": "Time spent writing",
+    "read_bytes": "Bytes read",
+    "read_seconds": "Time spent reading",
+    "evicted": "Entries given up for others",
+    "dropped": "Prefixes that were to be written and were not",
+    "failures": "Operations that failed",
+}
+
+
 class EngineCollector(Collector):
     """Turns a status dictionary into metrics. `status` is called at each scrape."""
 
@@ -72,6 +93,26 @@ class EngineCollector(Collector):
             yield family("jhybrid_step_seconds", "Time of a step on the device and of waiting for it", series)
         if "prefix_cache" in status:
             yield from _prefix_cache(status["prefix_cache"])
+        if "tiers" in status:
+            yield from _tiers(status["tiers"])
+
+
+def _tiers(tiers: dict[str, dict]) -> Iterable[Metric]:
+    for kind, table in ((GaugeMetricFamily, TIER_GAUGES), (CounterMetricFamily, TIER_COUNTERS)):
+        for name, text in table.items():
+            metric = kind(f"jhybrid_tier_{name}", text, labels=["tier"])
+            for tier, counts in tiers.items():
+                metric.add_metric([tier], counts[name])
+            yield metric
+    out = GaugeMetricFamily("jhybrid_tier_out", "1 if a tier is out of use after failures", labels=["tier"])
+    text = "Prefixes that a tier did not serve, by cause"
+    misses = CounterMetricFamily("jhybrid_tier_misses", text, labels=["tier", "cause"])
+    for tier, counts in tiers.items():
+        out.add_metric([tier], counts["out"] is not None)
+        for cause, count in counts["misses"].items():
+            misses.add_metric([tier, cause], count)
+    yield out
+    yield misses
 
 
 def _prefix_cache(counts: dict) -> Iterable[Metric]:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,9 @@ from jhybrid.batch import NO_TARGET, Batch, Bucket, Geometry, Layout, unpack
 from jhybrid.cache import snapshots
 from jhybrid.cache.arrays import MemoryPlan, abstract_cache, copy_pages, plan_memory, tree_bytes
 from jhybrid.cache.router import Cache, Router
-from jhybrid.cache.snapshots import SnapshotDtype, Store
+from jhybrid.cache.snapshots import SnapshotDtype, Store, bytes_per_snapshot
+from jhybrid.cache.tiers.copies import Copies, Outgoing, Staged, bytes_of_copies, pages_per_copy
+from jhybrid.cache.tiers.form import Blob, Form
 from jhybrid.errors import MissingBucketError
 from jhybrid.executables import Executables
 from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_logprobs
@@ -143,15 +146,19 @@ class Runner:
         snapshot_slots: int | None = None,
         snapshot_dtype: SnapshotDtype = "auto",
         copies_pages: bool = False,
+        has_tiers: bool = False,
     ):
         """`max_num_seqs` sequences can hold pages, a slot and a row; how many run at once, the buckets say."""
         self.module, self.params, self.router, self.buckets = module, params, router, buckets
         self._sampler_shape = (max_num_seqs, vocab_size)
         self._page_size, self._table_width, self._chunk_size = page_size, pages_per_seq, chunk_size
         self.bucket_seconds: dict[Bucket, float] = {}
-        self._kept, self._startup = executables, startup
+        self.executables, self._startup = executables, startup
         self._executables: dict[Bucket, Any] = {}
         sampler = jax.eval_shape(partial(init_state, *self._sampler_shape))
+        self.pages_per_copy = pages_per_copy(page_size, max(b.tokens for b in buckets), pages_per_seq)
+        state_bytes = router.bytes_per_slot if snapshot_dtype == "auto" else bytes_per_snapshot(router, snapshot_dtype)
+        copies = bytes_of_copies(router.bytes_per_page, state_bytes, self.pages_per_copy, pages_per_seq)
         plan = partial(
             plan_memory,
             router,
@@ -164,6 +171,7 @@ class Runner:
             prefix_caching=prefix_caching,
             snapshot_slots=snapshot_slots,
             snapshot_dtype=snapshot_dtype,
+            copies=copies if has_tiers else 0,
         )
         startup.compiled(0, len(buckets))
         self.memory = self._compile_within(plan, sampler)
@@ -197,6 +205,16 @@ class Runner:
                 result=cache,
                 facts=(router.arrays,),
             )
+        self._copies: Copies | None = None
+        if has_tiers:
+            self._copies = Copies(
+                cache,
+                store,
+                executables,
+                pages=self.pages_per_copy,
+                first_snapshot=self.memory.num_slots,
+                scratch_page=self.memory.num_pages,
+            )
         self.reset()
 
     def _compile_within(self, plan: Any, sampler: Any) -> MemoryPlan:
@@ -224,7 +242,7 @@ class Runner:
             jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
             jax.ShapeDtypeStruct(self._mask_shape(bucket), jnp.uint32),
         )
-        self._executables[bucket] = self._kept.get(
+        self._executables[bucket] = self.executables.get(
             f"step {bucket}",
             partial(step, self.module, layout),
             (params, cache, sampler, *vectors),
@@ -246,11 +264,11 @@ class Runner:
             jax.ShapeDtypeStruct((vocab_size,), jnp.int32),
             jax.ShapeDtypeStruct((vocab_size,), jnp.float32),
         )
-        return self._kept.get("set_row", set_row, arguments, donate=(0,), result=sampler)
+        return self.executables.get("set_row", set_row, arguments, donate=(0,), result=sampler)
 
     def _compile_packing(self, cache: Cache, store: Store) -> None:
         arguments, facts = (cache, store, *_moves_shape(self.memory.num_staged)), (self.router.arrays,)
-        get = self._kept.get
+        get = self.executables.get
         self._pack = get("pack", snapshots.pack, arguments, donate=(1,), result=store, facts=facts)
         self._unpack = get("unpack", snapshots.unpack, arguments, donate=(0,), result=cache, facts=facts)
 
@@ -321,6 +339,34 @@ class Runner:
         if batch.saves:
             self.store = self._pack(self.cache, self.store, *_moves(batch.saves, self.memory.num_staged))
         return StepHandle(batch, output)
+
+    # lower tiers
+
+    @property
+    def copies(self) -> Copies:
+        """What copies rows to the host and back; only an engine with lower tiers has it."""
+        assert self._copies is not None, "made without lower tiers"
+        return self._copies
+
+    @property
+    def page_form(self) -> Form:
+        return self.copies.page_form
+
+    @property
+    def state_form(self) -> Form:
+        return self.copies.state_form
+
+    def copy_out(self, pages: Seq[int], snapshot: int | None) -> Outgoing:
+        """Start copying pages, at most `pages_per_copy`, and a snapshot, as they are after the steps started so far."""
+        return self.copies.out(self.cache, self.store, pages, snapshot)
+
+    def stage(self, pages: Seq[Blob], state: Blob | None) -> Staged:
+        """Bring a prefix to the device, into no cache yet, and wait for it. Any thread may call it."""
+        return self.copies.stage(pages, state)
+
+    def copy_in(self, staged: Staged, skip: int, pages: Seq[int], snapshot: int | None) -> None:
+        """Write staged pages from the `skip`-th on, and the state, into rows, after the steps started so far."""
+        self.cache, self.store = self.copies.into(self.cache, self.store, staged, skip, pages, snapshot)
 
 
 def _moves(moves: list[tuple[int, int]], most: int) -> tuple[np.ndarray, np.int32]:

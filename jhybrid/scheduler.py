@@ -9,6 +9,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from jhybrid.cache.ledger import Hit, Ledger
+from jhybrid.cache.node import Node
 from jhybrid.errors import SlotPoolEmptyError
 from jhybrid.sequence import Holding, Phase, Sequence
 
@@ -201,7 +202,11 @@ class Scheduler:
         samples = sequence.dispatched == total < sequence.max_total
         holding = sequence.holding
         assert holding is not None
-        begins = holding.source is not None and first_pos == holding.published * self.ledger.page_size
+        size, load, source = self.ledger.page_size, holding.load, None
+        if load is not None and first_pos == load.depth * size:
+            source = load.snapshot
+        elif holding.source is not None and first_pos == holding.published * size:
+            source = holding.source.snapshot
         item = Item(
             sequence,
             holding,
@@ -209,7 +214,7 @@ class Scheduler:
             tokens,
             samples,
             total - sequence.prompt_len,
-            source=holding.source.snapshot if begins and holding.source else None,
+            source=source,
             read_slot=holding.fork.slot if holding.fork and first_pos == holding.fork.position else None,
             snapshots=self.ledger.snapshots_for(sequence, first_pos, tokens),
         )
@@ -221,10 +226,14 @@ class Scheduler:
         item.sequence.pending -= item.samples
         return item.sequence.phase is not Phase.FINISHED
 
-    def commit(self, item: Item) -> None:
-        """What an item computed is good: the ledger may share it. Not if the sequence was preempted since."""
+    def commit(self, item: Item) -> Node | None:
+        """What an item computed is good: the ledger may share it. Not if the sequence was preempted since.
+
+        Returns what `Ledger.commit` does.
+        """
         if item.sequence.holding is item.holding:
-            self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
+            return self.ledger.commit(item.sequence, item.first_pos + item.num_tokens)
+        return None
 
     def preempt_all(self) -> None:
         """Queue every running sequence again, because the cache was lost with a failed step."""

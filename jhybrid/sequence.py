@@ -3,12 +3,15 @@
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jhybrid.cache.node import Node
 from jhybrid.detokenizer import Detokenizer
 from jhybrid.grammar import Constraint
 from jhybrid.request import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from jhybrid.cache.tiers.fetcher import Fetch
 
 
 class Phase(Enum):
@@ -27,6 +30,20 @@ class Fork(NamedTuple):
 
 
 @dataclass
+class Load:
+    """What a holding gets from a lower tier: pages [first, depth) of its own, and a snapshot row with the state."""
+
+    fetch: "Fetch"
+    first: int
+    snapshot: int | None
+    age: int  # of the tiers, when it was taken
+
+    @property
+    def depth(self) -> int:
+        return self.fetch.depth
+
+
+@dataclass
 class Holding:
     """What a running sequence holds of the caches. Given by `Ledger.reserve`, taken back by `Ledger.release`.
 
@@ -41,6 +58,7 @@ class Holding:
     published: int = 0  # pages up to that node; they are the tree's, but for `duplicates`
     duplicates: list[int] = field(default_factory=list)  # pages of its own of which the tree has another copy
     source: Node | None = None  # the node from whose snapshot its first step starts, until that has landed
+    load: Load | None = None  # what is written into its rows before its first step, until that has landed
     keys: list[bytes] = field(default_factory=list)  # pages of the tokens known at admission
     targets: list[int] = field(default_factory=list)  # boundaries ahead at which a snapshot is wanted, ascending
     snapshots: dict[int, int] = field(default_factory=dict)  # boundary -> row that a step under way writes
@@ -81,6 +99,10 @@ class Sequence:
     is_cold: bool = False  # neither uses the prefix cache nor adds to it
     awaited: "tuple[Sequence, Holding, int] | None" = None  # who computes a prefix of this one, up to which boundary
     num_waits: int = 0
+    digests: list[bytes] = field(default_factory=list)  # names of those pages in the lower tiers
+    fetch: "Fetch | None" = None  # its prefix, on the way from a lower tier
+    num_fetches: int = 0
+    num_deferrals: int = 0  # for want of a row for the state that was fetched
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are given out
     computable: int = field(init=False)
     """Positions worth computing: the last allowed token is sampled, never read."""

@@ -86,6 +86,10 @@ class Stats:
             kinds = {kind: size for kind, size in kinds.items() if kind not in ("state", "snapshots")}
         if ledger.tree is not None:
             status["prefix_cache"] = ledger.prefix_status()
+        if ledger.tiers is not None:
+            status["tiers"] = ledger.tiers.status()
+        if not memory.copies:
+            del kinds["copies"]
         return status | {
             "memory_bytes": kinds,
             "memory_total_bytes": memory.total,

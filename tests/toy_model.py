@@ -7,8 +7,9 @@ noted in `violations`: an exception would be, to the engine, just a failed step,
 """
 
 import math
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +17,10 @@ import numpy as np
 from jhybrid.batch import FROM_DEVICE, NO_TARGET, Batch, Geometry, Layout, make_buckets
 from jhybrid.cache.arrays import MemoryPlan
 from jhybrid.cache.router import Part, Router
+from jhybrid.cache.tiers.form import Blob, Form
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine, fold_seed
+from jhybrid.executables import Executables
 from jhybrid.request import SamplingParams
 from jhybrid.runner import StepResult
 from jhybrid.sampling import LOGPROB_FLOOR, MAX_BANNED, PROMPT_BIT
@@ -119,6 +122,45 @@ class Violation:
     what: str
 
 
+class ToyOutgoing:
+    """A copy out of the toy's caches, which reads its sources as late as it may: when it is found, or made, ready.
+
+    If the caches were lost before that, it fails.
+    """
+
+    def __init__(self, read: Callable[[], tuple[list[Blob], Blob | None] | None], polls: int):
+        self._read, self._polls = read, polls
+        self.seconds = 0.0
+        self._blobs: tuple[list[Blob], Blob | None] | None = None
+        self._done = threading.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        self._polls -= 1
+        if self._polls <= 0:
+            self.wait()
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        if not self._done.is_set():
+            self._blobs = self._read()
+            self._done.set()
+
+    def fetch(self) -> tuple[list[Blob], Blob | None]:
+        assert self._done.wait(20), "nobody looked whether the copy has run"
+        if self._blobs is None:
+            raise DeviceFault("the caches that a copy was to read were lost")
+        return self._blobs
+
+
+@dataclass
+class ToyStaged:
+    """What has come up from a lower tier, in no cache yet."""
+
+    pages: list[Blob]
+    state: Blob | None
+
+
 @dataclass
 class Row:
     """What the sampler keeps of a running sequence."""
@@ -140,6 +182,9 @@ class ToyRunner:
     before_run: Callable[[Batch], None] = lambda _batch: None
     violations: list[Violation] = field(default_factory=list)
     calls: int = 0
+    resets: int = 0
+    copy_polls: int = 1  # looks at a copy until it has run
+    pages_per_copy: int = 3
     failed_calls: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -158,10 +203,14 @@ class ToyRunner:
             **sizes, num_slots=slots, num_pages=pages if page else 0, num_snapshots=snapshots, num_rows=rows
         )
         self._width = width if page else 0
+        self.executables = Executables(None)
+        self.page_form = Form({"kv": (1, (config.page_size,), np.dtype("int64"))} if page else {})
+        self.state_form = Form({"ssm": (1, (2,), np.dtype("int64"))} if slot else {})
         self.reset()
 
     def reset(self) -> None:
         """Fresh caches, all poison."""
+        self.resets += 1
         page_size = self.config.page_size
         self.pages = [[POISON] * page_size for _ in range(self.memory.num_pages + 1)]
         self.slots = [Slot() for _ in range(self.memory.num_slots + self.memory.snapshot_rows + 1)]
@@ -206,6 +255,36 @@ class ToyRunner:
                 self.lost = fault.kind == "lost"
                 raise DeviceFault(f"injected: {fault.kind}")
             self.pages[target] = list(self.pages[source])
+
+    def copy_out(self, pages: Sequence[int], snapshot: int | None) -> ToyOutgoing:
+        assert len(pages) <= self.pages_per_copy
+
+        resets = self.resets
+
+        def read() -> tuple[list[Blob], Blob | None] | None:
+            if self.lost or self.resets != resets:
+                return None
+            slots = self.store if self.memory.num_staged else self.slots[self.memory.num_slots :]
+            state = None if snapshot is None else _blob([slots[snapshot].length, slots[snapshot].hash])
+            return [_blob(self.pages[page]) for page in pages], state
+
+        return ToyOutgoing(read, self.copy_polls)
+
+    def stage(self, pages: Sequence[Blob], state: Blob | None) -> ToyStaged:
+        return ToyStaged(list(pages), state)
+
+    def copy_in(self, staged: ToyStaged, skip: int, pages: Sequence[int], snapshot: int | None) -> None:
+        if self.lost:
+            return
+        for page, blob in zip(pages, staged.pages[skip:], strict=bool(pages)):
+            self.pages[page] = blob.view(np.int64).tolist()
+        if snapshot is not None:
+            assert staged.state is not None
+            slot = Slot(*staged.state.view(np.int64).tolist())
+            if self.memory.num_staged:
+                self.store[snapshot] = slot
+            else:
+                self.slots[self.memory.num_slots + snapshot] = slot
 
     def run(self, batch: Batch) -> ToyHandle:
         """Do a step at once; what went wrong comes out of the handle, as with a real device."""
@@ -424,6 +503,10 @@ class ToyStep:
         slot = self.runner.slots[int(self.f["read_slot"][i])]
         assert slot.length == length, f"sequence {i} is at {length}, its slot holds [0, {slot.length})"
         return slot.hash
+
+
+def _blob(values: list[int]) -> Blob:
+    return np.array(values, np.int64).view(np.uint8)
 
 
 def toy_model(router: Router, max_model_len: int) -> Model:

@@ -40,6 +40,7 @@ class MemoryPlan:
     num_pages: int
     num_snapshots: int = 0
     num_rows: int = 0  # of the sampler: one for each sequence that may hold anything
+    copies: int = 0  # of rows on their way to lower tiers and back
     num_staged: int = 0  # slots in which a step leaves snapshots, where these are stored in another form
 
     @property
@@ -49,7 +50,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.state + self.snapshots + self.sampler + self.scratch
+        return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, int]:
         """Kind -> bytes, as the gauges show it."""
@@ -60,6 +61,7 @@ class MemoryPlan:
             "snapshots": self.snapshots,
             "sampler": self.sampler,
             "scratch": self.scratch,
+            "copies": self.copies,
         }
 
 
@@ -76,6 +78,7 @@ def plan_memory(
     prefix_caching: bool = False,
     snapshot_slots: int | None = None,
     snapshot_dtype: SnapshotDtype = "auto",
+    copies: int = 0,
 ) -> MemoryPlan:
     """Slots first, then snapshots, pages with the rest: at least one sequence's worth, at most what all can need.
 
@@ -85,13 +88,14 @@ def plan_memory(
     """
     num_slots = max_num_seqs if router.has_slots else 0
     state = (num_slots + 1) * router.bytes_per_slot
-    left = available - weights - sampler - scratch - state
+    left = available - weights - sampler - scratch - state - copies
     if left < 0:
-        affordable = (available - weights - sampler - scratch) // max(1, router.bytes_per_slot) - 1
+        affordable = (available - weights - sampler - scratch - copies) // max(1, router.bytes_per_slot) - 1
         remedy = f"use max_num_seqs of at most {affordable}" if affordable > 0 else "use a smaller model or more memory"
         raise OutOfMemoryError(
-            f"weights ({weights} B), sampler ({sampler} B), scratch ({scratch} B) and the state of {num_slots} "
-            f"sequences ({state} B) need {weights + sampler + scratch + state} B, {available} B are available; {remedy}"
+            f"weights ({weights} B), sampler ({sampler} B), scratch ({scratch} B), copies to lower tiers ({copies} B) "
+            f"and the state of {num_slots} sequences ({state} B) need "
+            f"{weights + sampler + scratch + copies + state} B, {available} B are available; {remedy}"
         )
     snapshots = staged = size = 0
     if prefix_caching and router.has_slots:
@@ -137,6 +141,7 @@ def plan_memory(
         num_snapshots=snapshots,
         num_rows=max_num_seqs,
         num_staged=staged,
+        copies=copies,
     )
 
 

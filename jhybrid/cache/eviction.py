@@ -108,6 +108,15 @@ class Candidates:
         heapq.heapify(self._heap)
         self._kept = len(self._heap)
 
+    def first(self, count: int) -> list[Node]:
+        """Up to `count` candidates of the lowest scores, which stay candidates."""
+        nodes: list[Node] = []
+        while len(nodes) < count and (node := self.pop()) is not None:
+            nodes.append(node)
+        for node in nodes:
+            self.push(node)
+        return nodes
+
     def pop(self) -> Node | None:
         """The candidate of the lowest score, or None."""
         while self._heap:

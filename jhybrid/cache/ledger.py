@@ -15,8 +15,10 @@ from jhybrid.cache.node import Node
 from jhybrid.cache.pages import RowPool
 from jhybrid.cache.prefills import Prefills
 from jhybrid.cache.prefix_tree import PrefixTree
+from jhybrid.cache.tiers.fetcher import Fetch
+from jhybrid.cache.tiers.tiers import Tiers
 from jhybrid.errors import SlotPoolEmptyError
-from jhybrid.sequence import Fork, Holding, Sequence
+from jhybrid.sequence import Fork, Holding, Load, Sequence
 
 TAILS = 2
 """Snapshots kept of an answer: the last page may hold what a client trims off before it sends the answer back."""
@@ -30,7 +32,9 @@ class Hit:
 
     `path` are the nodes of those positions, the last with the state to start from (`source`; None without recurrent
     layers). Keys and values alone reach to `kv_tokens`; where that is further, `cause` says why the state is not.
-    `waits` is set when another sequence is just computing more of the same prefix, which was then asked to leave it.
+    `waits` is set when another sequence is just computing more of the same prefix, which was then asked to leave it, or
+    when more of it is on its way from a lower tier. With a `fetch`, what `path` and `source` do not have of the first
+    `tokens` positions lies ready on the device and is written into rows of the sequence's own.
     """
 
     tokens: int = 0
@@ -40,6 +44,7 @@ class Hit:
     cause: MissCause | None = None
     idle: int = 0  # nodes of the path that nobody uses yet
     waits: bool = False
+    fetch: Fetch | None = None
 
 
 @dataclass
@@ -89,6 +94,8 @@ class Ledger:
         self.tree: PrefixTree | None = None
         if policy is not None and (num_snapshots or not num_slots):
             self.tree = PrefixTree(policy, self.pages, self.snapshots)
+        self.tiers: Tiers | None = None
+        """Where prefixes go on from the tree, if anywhere."""
         self.counts = PrefixCounts()
         self._prefills = Prefills(page_size, needs_state=num_slots > 0)
 
@@ -98,7 +105,7 @@ class Ledger:
         """The longest prefix that pages and state are held for. Whatever gives wanted logits is left to compute."""
         if self.tree is None or sequence.is_cold:
             return Hit()
-        if self._prefills.still_waits(sequence):
+        if self._prefills.still_waits(sequence) or (self.tiers is not None and self.tiers.still_wait(sequence)):
             return Hit(waits=True)
         sequence.awaited = None
         keys, most = self._keys(sequence), sequence.first_needed // self.page_size
@@ -115,9 +122,29 @@ class Ledger:
             hit.cause = self._cause(path, beyond)
         elif beyond is not None and sequence.prompt_logprobs is not None:
             hit.cause = "disabled"
+        if self.tiers is None:
+            hit.waits = self._prefills.wait(sequence, keys[:most], depth)
+        else:
+            self._match_below(self.tiers, sequence, hit, path, most)
         hit.idle = sum(not node.refs for node in hit.path)
-        hit.waits = self._prefills.wait(sequence, keys[:most], depth)
         return hit
+
+    def _match_below(self, tiers: Tiers, sequence: Sequence, hit: Hit, path: list[Node], most: int) -> None:
+        """Go on in the lower tiers, unless another sequence is about to publish as much as they have."""
+        keys, depth = self._keys(sequence), hit.tokens // self.page_size
+        digests, held = tiers.digests(sequence, keys)[:most], len(path) if self.pages.size else 0
+        hit.waits = self._prefills.wait(sequence, keys[:most], max(depth, tiers.reach(sequence, digests, held) - 1))
+        if hit.waits:
+            return
+        fetch = tiers.fetch(sequence, digests, held, depth)
+        if fetch is None:
+            return
+        if not fetch.is_here:
+            hit.waits = True
+            return
+        hit.fetch, hit.source, hit.path, hit.tokens = fetch, None, path[: fetch.depth], fetch.depth * self.page_size
+        if hit.kv_tokens <= hit.tokens:
+            hit.kv_tokens, hit.cause = hit.tokens, None
 
     def _cause(self, path: list[Node], beyond: Node | None) -> MissCause:
         """Why the deepest node of a path has no snapshot."""
@@ -176,19 +203,41 @@ class Ledger:
         hit = hit or Hit()
         if self.tree:
             self.tree.pin(hit.path)
+        load = None
         try:
             pages = self._take_pages(self.pages_for(tokens) - (len(hit.path) if self.pages.size else 0))
+            if pages is not None and hit.fetch is not None:
+                load = self._take_load(sequence, hit, hit.fetch)
+                if load is None:
+                    self.pages.give(pages)
+                    pages = None
             holding = None if pages is None else self._admit(pages)
         except SlotPoolEmptyError:
             self._unpin(hit)
+            if load is not None and load.snapshot is not None:
+                self.snapshots.give([load.snapshot])
             raise
         if holding is None:
             self._unpin(hit)
             return False
-        sequence.holding = holding
+        sequence.holding, holding.load = holding, load
         if self.tree and not sequence.is_cold:
             self._start(sequence, holding, hit)
         return True
+
+    def _take_load(self, sequence: Sequence, hit: Hit, fetch: Fetch) -> Load | None:
+        """The row that the state of a fetched prefix needs besides the sequence's slot. None: not now."""
+        assert self.tiers is not None and self.tree is not None
+        row = None
+        if self.slots.size:
+            if not self.snapshots.free and not self.tree.evict_snapshot() and self.tiers.wait_for_sources(self.tree):
+                self.tree.evict_snapshot()
+            rows = self.snapshots.take(1)
+            if rows is None:
+                self.tiers.no_room(sequence)
+                return None
+            row = rows[0]
+        return Load(fetch, len(hit.path), row, self.tiers.age)
 
     def _unpin(self, hit: Hit) -> None:
         if self.tree is not None and hit.path:
@@ -199,8 +248,9 @@ class Ledger:
             return None
         while self.pages.free < count:
             assert self.tree is not None
-            evicted = self.tree.evict_page()
-            assert evicted, f"{self.tree.num_idle} nodes are idle and none can be evicted"
+            if not self.tree.evict_page():
+                copied = self.tiers is not None and self.tiers.wait_for_sources(self.tree)
+                assert copied, f"{self.tree.num_idle} nodes are idle and none can be evicted"
         return self.pages.take(count)
 
     def _admit(self, pages: list[int], slot_of: Holding | None = None) -> Holding:
@@ -268,13 +318,19 @@ class Ledger:
         holding.published = len(hit.path)
         holding.node = hit.path[-1] if hit.path else None
         holding.source = hit.source
-        sequence.hit = holding.node
+        sequence.hit = holding.node if holding.load is None else None
         self.tree.touch(hit.path, hit.source)
         if hit.source is not None:
             self.tree.start_reading(hit.source)
         holding.keys = list(self._keys(sequence))
         if self.slots.size:
             holding.targets = self._targets(sequence, hit)
+        if holding.load is not None:
+            if holding.load.snapshot is not None:
+                holding.snapshots[hit.tokens] = holding.load.snapshot
+            sequence.fetch = None  # the load has it now
+        elif self.tiers is not None:
+            self.tiers.leave(sequence)
         self._prefills.add(sequence, holding)
         self._count(sequence, hit)
 
@@ -303,6 +359,8 @@ class Ledger:
         counts.hits += hit.tokens > 0
         counts.query_tokens += sequence.prompt_len
         counts.hit_tokens += hit.tokens
+        if self.tiers is not None:
+            self.tiers.admitted(hit.fetch, hit.tokens, sequence)
         if hit.cause is not None:
             counts.misses[hit.cause] = counts.misses.get(hit.cause, 0) + 1
             counts.missed_tokens[hit.cause] = counts.missed_tokens.get(hit.cause, 0) + hit.kv_tokens - hit.tokens
@@ -361,21 +419,50 @@ class Ledger:
 
     # commit
 
-    def commit(self, sequence: Sequence, tokens: int) -> None:
-        """Positions [0, tokens) of a sequence are now known to be computed: its full pages and snapshots are shared."""
+    def commit(self, sequence: Sequence, tokens: int) -> Node | None:
+        """Positions [0, tokens) of a sequence are now known to be computed: its full pages and snapshots are shared.
+
+        Returns the node from which it started, if what came from a lower tier has just been shared with the rest.
+        """
         holding = sequence.holding
         assert holding is not None, f"{sequence.request_id} committed {tokens} tokens and holds nothing"
         assert len(holding.pages) * self.page_size >= tokens or not self.pages.size, (sequence.request_id, tokens)
         self._end_fork(holding)
         if self.tree is None or sequence.is_cold:
-            return
+            return None
         self._stop_reading(holding)
-        full = tokens // self.page_size
+        started = self._finish_load(sequence, holding)
+        if sequence.is_cold:
+            return None
+        full, before = tokens // self.page_size, holding.published
         while holding.published < full:
             self._publish(sequence, holding)
             self._attach(holding)
         if full >= len(holding.keys):
             self._prefills.discard(sequence, holding)
+            if self.tiers is not None and not self.slots.size and before < len(holding.keys) and holding.node:
+                self.tiers.save(holding.node)
+        return started
+
+    def _finish_load(self, sequence: Sequence, holding: Holding) -> Node | None:
+        """Share what came from a lower tier, now that a step has used it; the node that it ends at.
+
+        If it was to be forgotten meanwhile, neither it nor what follows is shared.
+        """
+        load, holding.load = holding.load, None
+        if load is None or self.tiers is None:
+            return None
+        self.tiers.loaded(load)
+        if load.age != self.tiers.age:
+            self._prefills.discard(sequence, holding)
+            sequence.is_cold = True
+            return None
+        self._attach(holding)  # where the tree has had the page all along
+        while holding.published < load.depth:
+            self._publish(sequence, holding)
+            self._attach(holding)
+        sequence.hit = holding.node
+        return holding.node
 
     def _publish(self, sequence: Sequence, holding: Holding) -> None:
         """The next full page of a sequence enters the tree; or stays its own, if the tree has the same already."""
@@ -384,6 +471,8 @@ class Ledger:
         assert at < len(keys), (sequence.request_id, at, len(sequence.token_ids))
         page, key = holding.pages[at] if self.pages.size else None, keys[at]
         node, is_taken = self.tree.extend(sequence.request.cache_salt, holding.node, key, page)
+        if self.tiers is not None:
+            node.digest = self.tiers.digests(sequence, keys)[at]
         if page is not None and not is_taken:
             holding.duplicates.append(page)
         holding.node, holding.published = node, at + 1
@@ -401,6 +490,8 @@ class Ledger:
         elif boundary > len(holding.keys) * self.page_size:
             holding.tails.append(holding.node)
             self._keep_tails(holding, TAILS)
+        elif self.tiers is not None:
+            self.tiers.save(holding.node)
 
     def _stop_reading(self, holding: Holding) -> None:
         if holding.source is not None and self.tree is not None:
@@ -411,6 +502,8 @@ class Ledger:
 
     def release(self, sequence: Sequence) -> None:
         """Give back everything a sequence holds; harmless when it holds nothing. What it published stays cached."""
+        if self.tiers is not None:
+            self.tiers.leave(sequence)
         holding, sequence.holding = sequence.holding, None
         if holding is None:
             return
@@ -422,9 +515,18 @@ class Ledger:
         self._end_fork(holding)
         if self.tree is not None:
             self.snapshots.give(list(holding.snapshots.values()))
+            if holding.load is not None and self.tiers is not None:
+                self.tiers.loaded(holding.load)
             self._prefills.discard(sequence, holding)
             self._stop_reading(holding)
+            self._save_answer(holding)
             self.tree.unpin(holding.node)
+
+    def _save_answer(self, holding: Holding) -> None:
+        """Tell the lower tiers of the last prefix that an answer has left, for the next turn of a chat."""
+        end = holding.tails[-1] if holding.tails else None if self.slots.size else holding.node
+        if self.tiers is not None and end is not None and end.alive:
+            self.tiers.save(end)
 
     def prefix_status(self) -> dict:
         """What the prefix cache holds, and what it has done so far."""
@@ -438,12 +540,43 @@ class Ledger:
         }
 
     def flush(self) -> None:
-        """Forget every cached prefix. What sequences still use is freed when they end."""
+        """Forget every prefix that the device has. What sequences still use is freed when they end."""
         if self.tree is not None:
             self.tree.clear()
+
+    def tick(self) -> None:
+        """Behind every step: go on copying to the lower tiers."""
+        if self.tiers is not None and self.tree is not None:
+            self.tiers.tick(self.tree)
+
+    def keep_copying(self) -> bool:
+        """While nothing else is to be done: whether there is, or was until now, something on its way to lower tiers."""
+        if self.tiers is None or self.tree is None or not self.tiers.is_saving:
+            return False
+        self.tiers.tick(self.tree)
+        self.tiers.wait(0.005)
+        return True
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the lower tiers have what is worth keeping. False if it took longer."""
+        return self.tiers is None or self.tree is None or self.tiers.drain(self.tree, seconds)
+
+    def close(self) -> None:
+        """Bring what is worth keeping to the disk tier, and forget every prefix."""
+        if self.tiers is not None and self.tree is not None:
+            self.tiers.close(self.tree)
+        self.flush()
 
     def quarantine(self, node: Node) -> None:
         """Forget a node that was found to be wrong, and all that was built on it."""
         if self.tree is not None and node.alive:
             self.tree.remove(node)
             self.counts.quarantined += 1
+        if self.tiers is not None:
+            self.tiers.forget(node.digest)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """A sequence has failed in the step that started from a lower tier: forget what that gave."""
+        load = sequence.holding.load if sequence.holding else None
+        if load is not None and self.tiers is not None:
+            self.tiers.forget(load.fetch.digests[min(load.first, load.depth - 1)])

@@ -6,13 +6,16 @@ Salt = str | None
 class Node:
     """A page of tokens after those of `parent`. A root has no parent, no page, and a salt.
 
-    `refs` counts the sequences whose path leads through the node, `readers` those about to start from its snapshot.
+    `refs` counts the sequences whose path leads through the node, `readers` those about to start from its snapshot,
+    `copying` the copies to a lower tier that still read from it.
     """
 
     __slots__ = (
         "alive",
         "children",
+        "copying",
         "depth",
+        "digest",
         "had_snapshot",
         "hits",
         "key",
@@ -34,7 +37,9 @@ class Node:
         self.page = page
         self.depth = depth  # pages from the root to the end of this one
         self.children: dict[bytes, Node] = {}
+        self.digest = b""  # the name of the prefix in the lower tiers, where there are any
         self.refs = 0
+        self.copying = 0  # copies under way that read the page or the snapshot
         self.snapshot: int | None = None
         self.had_snapshot = False  # itself, or an evicted node after it
         self.readers = 0

@@ -31,10 +31,8 @@ class PrefixTree:
         self.num_snapshots = 0  # that nodes have
         self.evicted_pages = 0
         self.evicted_snapshots = 0
-        self._leaves = Candidates(1, policy.page_score, lambda node: node.alive and not node.refs and not node.children)
-        self._states = Candidates(
-            2, policy.snapshot_score, lambda node: node.alive and node.snapshot is not None and not node.readers
-        )
+        self._leaves = Candidates(1, policy.page_score, _is_idle_leaf)
+        self._states = Candidates(2, policy.snapshot_score, _has_idle_snapshot)
 
     # reading
 
@@ -91,8 +89,58 @@ class PrefixTree:
             return
         if node.alive:
             self._states.push(node)
-        else:
+        elif not node.copying:
             self._drop_snapshot(node)
+
+    # copying to lower tiers
+
+    def start_copying(self, node: Node) -> None:
+        """A copy reads a node's page or snapshot: neither is given to anybody until it has run."""
+        node.copying += 1
+
+    def stop_copying(self, node: Node) -> None:
+        """It has run."""
+        node.copying -= 1
+        assert node.copying >= 0
+        if node.copying:
+            return
+        if not node.alive:
+            if not node.refs:
+                self._free(node)
+            elif not node.readers:
+                self._drop_snapshot(node)
+            return
+        self._states.push(node)
+        if not node.refs:
+            self._settle(node)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether pages or snapshots will soon have to be given up for others."""
+        return any(pool.size and pool.free <= pool.size // 8 for pool in (self._pages, self._snapshots))
+
+    def next_to_go(self, count: int) -> list[Node]:
+        """The ends of prefixes that are evicted next, if something has to be."""
+        self._keep_up()
+        ends: dict[Node, None] = {}
+        for node in self._states.first(count) + (self._leaves.first(count) if self._pages.size else []):
+            end: Node | None = node
+            while self._snapshots.size and end is not None and end.snapshot is None:
+                end = end.parent
+            if end is not None:
+                ends[end] = None
+        return list(ends)
+
+    def worth_keeping(self) -> list[Node]:
+        """The ends of prefixes that a request may start from; without states, those of the longest."""
+        ends, stack = [], list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            is_end = node.snapshot is not None if self._snapshots.size else not node.children
+            if is_end and node.parent is not None:
+                ends.append(node)
+        return ends
 
     # growing
 
@@ -105,11 +153,11 @@ class PrefixTree:
             parent = self.roots.setdefault(salt, Node(None, b"", None, 0, salt))
         child = parent.children.get(key)
         if child is not None:
-            if not child.refs and page is not None:  # nobody uses its page: keep one of the two, not both
+            is_ours = not child.refs and not child.copying
+            if is_ours and page is not None:  # nobody uses its page: keep one of the two, not both
                 assert child.page is not None
                 self._pages.give([child.page])
                 child.page = page
-            is_ours = not child.refs
             child.used = self.clock
             self.pin([child])
             return child, is_ours
@@ -162,7 +210,7 @@ class PrefixTree:
 
     def supersede(self, node: Node) -> None:
         """Later snapshots of the same sequence make this one useless, unless others have started from it."""
-        if node.alive and not node.readers and not node.hits and len(node.children) == 1:
+        if node.alive and not node.readers and not node.copying and not node.hits and len(node.children) == 1:
             node.had_snapshot = False
             self._drop_snapshot(node)
 
@@ -201,7 +249,7 @@ class PrefixTree:
             if not node.refs:
                 self.num_idle -= 1
                 self._free(node)
-            elif not node.readers:
+            elif not node.readers and not node.copying:
                 self._drop_snapshot(node)
         self._settle(parent)
 
@@ -228,7 +276,9 @@ class PrefixTree:
             parent.alive = False
 
     def _free(self, node: Node) -> None:
-        """Nobody uses a node that is out of the tree."""
+        """Nobody uses a node that is out of the tree, unless a copy still reads from it."""
+        if node.copying:
+            return
         if node.page is not None:
             self._pages.give([node.page])
             node.page = None
@@ -240,3 +290,11 @@ class PrefixTree:
             self._snapshots.give([node.snapshot])
             self.num_snapshots -= 1
             node.snapshot = None
+
+
+def _is_idle_leaf(node: Node) -> bool:
+    return node.alive and not node.refs and not node.children and not node.copying
+
+
+def _has_idle_snapshot(node: Node) -> bool:
+    return node.alive and node.snapshot is not None and not node.readers and not node.copying

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import psutil
 
 from jhybrid.batch import make_buckets
 from jhybrid.cache.arrays import MemoryPlan
@@ -16,6 +17,7 @@ from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Ledger
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.router import Part, Router
+from jhybrid.cache.tiers.tiers import TierConfig, Tiers
 from jhybrid.cache.tuning import Tuner
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
@@ -24,6 +26,7 @@ from jhybrid.models import ModelConfig, abstract_params, family_for, init_params
 from jhybrid.runner import Runner
 from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
+from jhybrid.weights.fingerprint import fingerprint
 from jhybrid.weights.orbax import is_orbax, load_orbax
 from jhybrid.weights.quantised import Kind, Scheme, held_shapes, read_quantisation, rounded_params
 from jhybrid.weights.safetensors import load_safetensors
@@ -237,6 +240,7 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked
         snapshot_slots=config.snapshot_slots,
         snapshot_dtype=config.snapshot_dtype,  # pyright: ignore[reportArgumentType]
         copies_pages=max_parked > 0,
+        has_tiers=config.host_cache_bytes > 0,
     )
 
 
@@ -266,6 +270,23 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
         snapshot_interval=config.snapshot_interval,
         policy=policy,
     )
+
+
+def make_tiers(config: EngineConfig, model: Model, runner: Runner) -> Tiers:
+    """The host tier, and the disk tier if there is to be one. Raises ConfigError."""
+    free = psutil.virtual_memory().available
+    if config.host_cache_bytes > free:
+        raise ConfigError("host_cache_bytes", f"{config.host_cache_bytes} is more than the {free} B of memory left")
+    tiers = TierConfig(
+        host_bytes=config.host_cache_bytes,
+        state_share=config.host_cache_state_share,
+        policy=config.cache_write_policy,  # pyright: ignore[reportArgumentType]
+        disk_url=config.disk_cache_url,
+        disk_bytes=config.disk_cache_bytes,
+        timeout=config.cache_load_timeout,
+    )
+    name = b"" if config.disk_cache_url is None else fingerprint(config, model, runner.executables)
+    return Tiers(tiers, runner, name, pages_per_seq=-(-model.max_model_len // config.page_size))
 
 
 def make_tuner(config: EngineConfig, model: Model, memory: MemoryPlan, tree: PrefixTree) -> Tuner:

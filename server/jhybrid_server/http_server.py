@@ -136,11 +136,12 @@ class Endpoints:
         return JSONResponse({"status": "alive", "startup": self._desk.bridge.startup.describe()})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: requests sent here are answered."""
+        """Readiness: requests sent here are answered. `degraded` names what is out of use all the same."""
         startup, refusal = self._desk.bridge.startup.describe(), self._desk.refusal()
         if refusal is not None:
             return error_response(refusal, startup=startup)
-        return JSONResponse({"status": "ready", "startup": startup})
+        degraded = {"degraded": found} if (found := self._desk.bridge.engine.degraded()) else {}
+        return JSONResponse({"status": "ready", "startup": startup} | degraded)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": jhybrid.__version__})

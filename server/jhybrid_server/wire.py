@@ -286,6 +286,9 @@ def status_to_wire(status: dict[str, Any]) -> pb.GetStatusResponse:
     if "prefix_cache" in status:
         counts = {field.name: status["prefix_cache"][field.name] for field in pb.PrefixCache.DESCRIPTOR.fields}
         message.prefix_cache.CopyFrom(pb.PrefixCache(**counts))
+    for name, tier in status.get("tiers", {}).items():
+        fields = {field.name: tier[field.name] for field in pb.Tier.DESCRIPTOR.fields}
+        message.tiers[name].CopyFrom(pb.Tier(**fields))
     return message
 
 

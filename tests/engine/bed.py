@@ -15,9 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from jhybrid import Delta, Engine, EngineConfig, Output, Request, SamplingParams
+from jhybrid import Delta, Engine, EngineConfig, Output, Request, SamplingParams, compilations
 from jhybrid.cache.prefix_tree import PrefixTree
-from jhybrid.weights.load import make_ledger, make_tuner
+from jhybrid.cache.tiers.tiers import Tiers
+from jhybrid.weights.fingerprint import fingerprint
+from jhybrid.weights.load import make_ledger, make_tiers, make_tuner
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = (
@@ -65,6 +67,7 @@ def engine_of(model: str, max_num_seqs: int = 4, max_num_batched_tokens: int = 1
         chunk_size=16,
         enable_prefix_caching=True,
         snapshot_slots=12,
+        host_cache_bytes=64 << 20,
     )
     folder = config.compilation_cache()
     assert folder is not None
@@ -72,7 +75,11 @@ def engine_of(model: str, max_num_seqs: int = 4, max_num_batched_tokens: int = 1
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         engine = Engine(config)
-    engine.ledger.tree = engine._tuner = None  # until a test asks for it with `caching`
+    assert engine.ledger.tiers is not None
+    engine.ledger.tiers.close(engine.ledger.tree)
+    engine.ledger.tree = engine.ledger.tiers = engine._tuner = None  # until a test asks for them with `caching`
+    fingerprint(config, engine.model, engine.runner.executables)  # compiled now
+    engine._compiled_before = compilations.count()
     return engine
 
 
@@ -94,6 +101,30 @@ def caching(engine: Engine, policy: str = "flop_aware") -> Iterator[Engine]:
         engine.flush_cache()
         engine.ledger.tree = engine._tuner = None
     assert engine.ledger.snapshots.used == 0
+
+
+@contextlib.contextmanager
+def tiered(engine: Engine, policy: str = "write_through", **options: object) -> Iterator[Tiers]:
+    """With empty tiers below an empty prefix cache; `options` are those of EngineConfig."""
+    config = dataclasses.replace(engine.config, cache_write_policy=policy, **options)
+    with caching(engine):
+        tiers = engine.ledger.tiers = make_tiers(config, engine.model, engine.runner)
+        try:
+            yield tiers
+            assert engine.ledger.tree is not None
+            tiers.wait_for_sources(engine.ledger.tree)
+            assert not tiers._fetcher._fetches
+        finally:
+            assert engine.ledger.tree is not None
+            tiers.close(engine.ledger.tree)
+            engine.ledger.tiers = None
+
+
+def down(engine: Engine) -> None:
+    """Everything to the lower tiers, and nothing left on the device."""
+    assert not engine.has_work and engine.drain_tiers(20)
+    engine.flush_cache(device_only=True)
+    poison(engine)
 
 
 @cache

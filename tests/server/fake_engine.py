@@ -199,6 +199,9 @@ class FakeEngine:
         }
         return Occupancy(holders, taken)
 
+    def degraded(self) -> dict[str, str]:
+        return {}
+
     def model_info(self) -> dict:
         return {
             "model": "path/to/fake",

@@ -381,8 +381,53 @@ class PrefixCache(_message.Message):
     verified: int
     def __init__(self, queries: _Optional[int] = ..., hits: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., missed_tokens: _Optional[_Mapping[str, int]] = ..., snapshots_taken: _Optional[int] = ..., snapshots_skipped: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., quarantined: _Optional[int] = ..., verified: _Optional[int] = ...) -> None: ...
 
+class Tier(_message.Message):
+    __slots__ = ("entries", "bytes", "capacity", "hits", "hit_tokens", "misses", "deferrals", "queued", "writes", "written_bytes", "read_bytes", "write_bandwidth", "read_bandwidth", "evicted", "dropped", "failures", "out")
+    class MissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    DEFERRALS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
+    READ_BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    OUT_FIELD_NUMBER: _ClassVar[int]
+    entries: int
+    bytes: int
+    capacity: int
+    hits: int
+    hit_tokens: int
+    misses: _containers.ScalarMap[str, int]
+    deferrals: int
+    queued: int
+    writes: int
+    written_bytes: int
+    read_bytes: int
+    write_bandwidth: float
+    read_bandwidth: float
+    evicted: int
+    dropped: int
+    failures: int
+    out: str
+    def __init__(self, entries: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., hits: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., deferrals: _Optional[int] = ..., queued: _Optional[int] = ..., writes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., write_bandwidth: _Optional[float] = ..., read_bandwidth: _Optional[float] = ..., evicted: _Optional[int] = ..., dropped: _Optional[int] = ..., failures: _Optional[int] = ..., out: _Optional[str] = ...) -> None: ...
+
 class GetStatusResponse(_message.Message):
-    __slots__ = ("running", "waiting", "pages", "slots", "snapshots", "memory_bytes", "compilations_after_ready", "requests", "steps", "prompt_tokens", "output_tokens", "preemptions", "failed_steps", "failed_sequences", "prefix_cache")
+    __slots__ = ("running", "waiting", "pages", "slots", "snapshots", "memory_bytes", "compilations_after_ready", "requests", "steps", "prompt_tokens", "output_tokens", "preemptions", "failed_steps", "failed_sequences", "prefix_cache", "tiers")
     class MemoryBytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +435,13 @@ class GetStatusResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TiersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Tier
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tier, _Mapping]] = ...) -> None: ...
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -405,6 +457,7 @@ class GetStatusResponse(_message.Message):
     FAILED_STEPS_FIELD_NUMBER: _ClassVar[int]
     FAILED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pages: Pool
@@ -420,7 +473,8 @@ class GetStatusResponse(_message.Message):
     failed_steps: int
     failed_sequences: int
     prefix_cache: PrefixCache
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[_Union[Pool, _Mapping]] = ..., slots: _Optional[_Union[Pool, _Mapping]] = ..., snapshots: _Optional[_Union[Pool, _Mapping]] = ..., memory_bytes: _Optional[_Mapping[str, int]] = ..., compilations_after_ready: _Optional[int] = ..., requests: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., failed_steps: _Optional[int] = ..., failed_sequences: _Optional[int] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
+    tiers: _containers.MessageMap[str, Tier]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages: _Optional[_Union[Pool, _Mapping]] = ..., slots: _Optional[_Union[Pool, _Mapping]] = ..., snapshots: _Optional[_Union[Pool, _Mapping]] = ..., memory_bytes: _Optional[_Mapping[str, int]] = ..., compilations_after_ready: _Optional[int] = ..., requests: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., failed_steps: _Optional[int] = ..., failed_sequences: _Optional[int] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., tiers: _Optional[_Mapping[str, Tier]] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,225 @@
+"""Copies: rows of the caches on their way to the host and back. The runner owns one; everything is compiled at start.
+
+A gather reads rows into arrays of its own, and a scatter writes rows from arrays of its own, `pages` pages or one state
+at a time. The transfers between those arrays and the host run beside the steps.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import SingleDeviceSharding
+
+from jhybrid.cache.router import Cache
+from jhybrid.cache.snapshots import Store
+from jhybrid.cache.tiers.form import Arrays, Blob, Form
+from jhybrid.executables import Executables
+
+MOST_PAGES = 64
+"""Pages of one gather or scatter, at most: a step's worth of a prompt, so that saving keeps up with computing."""
+OUT, IN = 4, 2
+"""Gathers on their way to the host, and prefixes on their way to the device, at most: what memory is set aside for."""
+
+
+def _index(array: Array, layers: int, rows: Array) -> Array:
+    """Where rows [K] of every layer are: [K, layers]."""
+    return rows[:, None] + jnp.arange(layers, dtype=jnp.int32) * (array.shape[0] // layers)
+
+
+def gather(layers: dict[str, int], arrays: Arrays, rows: Array) -> Arrays:
+    """Rows [K] of arrays [layers * rows, *shape], as [K, layers, *shape]."""
+    return {n: a.at[_index(a, layers[n], rows)].get(mode="promise_in_bounds") for n, a in arrays.items()}
+
+
+def scatter(layers: dict[str, int], arrays: Arrays, values: Arrays, rows: Array) -> Arrays:
+    """The arrays with rows [K] set to values [K, layers, *shape]."""
+    return {n: a.at[_index(a, layers[n], rows)].set(values[n], mode="promise_in_bounds") for n, a in arrays.items()}
+
+
+class Outgoing:
+    """Gathered rows: once `is_ready`, nothing depends on their sources any more."""
+
+    def __init__(self, take: Callable[[], tuple[list[Blob], Blob | None]], arrays: list[Array]):
+        self._take, self._arrays = take, arrays
+        self.seconds = 0.0  # that `fetch` took once they were ready
+
+    @property
+    def is_ready(self) -> bool:
+        return all(array.is_ready() for array in self._arrays)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def wait(self) -> None:
+        """Until it is ready, or has failed, which `fetch` tells."""
+        for array in self._arrays:
+            try:
+                array.block_until_ready()
+            except RuntimeError:
+                return
+
+    def fetch(self) -> tuple[list[Blob], Blob | None]:
+        """The pages and the state, on the host. Any thread may call it; raises what the device raised."""
+        jax.block_until_ready(self._arrays)
+        started = time.perf_counter()
+        blobs = self._take()
+        self.seconds = time.perf_counter() - started
+        return blobs
+
+
+class Staged:
+    """Pages, so many in each of `pages` as one scatter takes, and a state: on the device, in no cache yet."""
+
+    def __init__(self, pages: list[Arrays], state: Arrays | None):
+        self.pages, self.state = pages, state
+
+
+class Copies:
+    """`cache` and `store` are given as shapes; `scratch_page` takes what a scatter writes beyond its pages."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        store: Store,
+        executables: Executables,
+        *,
+        pages: int,
+        first_snapshot: int,
+        scratch_page: int,
+        pinned: bool | None = None,
+    ):
+        """`pinned`: whether transfers go through pinned host memory. None: unless the device is the CPU."""
+        router = cache.router
+        self._slots = {name for name, (part, _) in router.arrays.items() if part.unit == "slot"}
+        self._layers = {name: layers for name, (_, layers) in router.arrays.items()}
+        self._layers |= {f"{name}.scales": layers for name, layers in self._layers.items()}
+        self._is_packed = bool(store)
+        self._first_snapshot, self._scratch_page = (0 if store else first_snapshot), scratch_page
+        self.size = pages
+        shapes_of_pages, shapes_of_states = self._pages_of(cache), self._states_of(cache, store)
+        self.page_form = Form.of(shapes_of_pages, self._layers)
+        self.state_form = Form.of(shapes_of_states, self._layers)
+        device = jax.devices()[0]
+        self._device = SingleDeviceSharding(device)
+        pinned = device.platform != "cpu" if pinned is None else pinned
+        self._host = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+        compiled = partial(self._compile, executables)
+        self._read_pages, self._write_pages = compiled("pages", shapes_of_pages, pages)
+        self._read_state, self._write_state = compiled("state", shapes_of_states, 1)
+
+    def _pages_of(self, cache: Cache) -> Arrays:
+        return {name: array for name, array in cache.arrays.items() if name not in self._slots}
+
+    def _states_of(self, cache: Cache, store: Store) -> Arrays:
+        """The arrays whose rows are snapshots."""
+        if not self._is_packed:
+            return {name: array for name, array in cache.arrays.items() if name in self._slots}
+        arrays = {}
+        for name, packed in store.items():
+            arrays[name] = packed.values
+            if packed.scales is not None:
+                arrays[f"{name}.scales"] = packed.scales
+        return arrays
+
+    def _compile(self, executables: Executables, kind: str, arrays: Arrays, count: int) -> tuple[Any, Any]:
+        """What gathers and what scatters `count` rows of these arrays; nothing if there are none."""
+        if not arrays:
+            return None, None
+        layers = {name: self._layers[name] for name in arrays}
+        rows = jax.ShapeDtypeStruct((count,), jnp.int32)
+        values = {n: jax.ShapeDtypeStruct((count, layers[n], *a.shape[1:]), a.dtype) for n, a in arrays.items()}
+        facts = (sorted(layers.items()),)
+        read = executables.get(f"gather {kind}", partial(gather, layers), (arrays, rows), result=values, facts=facts)
+        write = executables.get(
+            f"scatter {kind}",
+            partial(scatter, layers),
+            (arrays, values, rows),
+            donate=(0,),
+            result=arrays,
+            facts=facts,
+        )
+        return read, write
+
+    # down
+
+    def out(self, cache: Cache, store: Store, pages: Sequence[int], snapshot: int | None) -> Outgoing:
+        """Start copying at most `size` pages, and a snapshot."""
+        kv: Arrays = {}
+        state: Arrays = {}
+        if pages:
+            assert self._read_pages is not None and len(pages) <= self.size, (len(pages), self.size)
+            kv = self._read_pages(self._pages_of(cache), self._rows(pages))
+        if snapshot is not None:
+            assert self._read_state is not None
+            state = self._read_state(
+                self._states_of(cache, store), np.array([self._first_snapshot + snapshot], np.int32)
+            )
+        arrays = [*kv.values(), *state.values()]
+        if self._host is not None:
+            kv, state = jax.device_put((kv, state), self._host)
+
+        def take() -> tuple[list[Blob], Blob | None]:
+            host_pages = self.page_form.split({n: np.asarray(a) for n, a in kv.items()}, len(pages)) if pages else []
+            host_state = self.state_form.split({n: np.asarray(a) for n, a in state.items()}, 1) if state else [None]
+            return host_pages, host_state[0]
+
+        return Outgoing(take, arrays)
+
+    def _rows(self, pages: Sequence[int]) -> np.ndarray:
+        rows = np.full(self.size, self._scratch_page, np.int32)
+        rows[: len(pages)] = pages
+        return rows
+
+    # up
+
+    def stage(self, pages: Sequence[Blob], state: Blob | None) -> Staged:
+        """Bring pages and a state to the device, in arrays of their own, and wait for them. Any thread may call it."""
+        runs = [pages[at : at + self.size] for at in range(0, len(pages), self.size)]
+        staged = Staged(
+            [self._put(self.page_form.join(run, self.size)) for run in runs],
+            None if state is None else self._put(self.state_form.join([state], 1)),
+        )
+        jax.block_until_ready((staged.pages, staged.state))
+        return staged
+
+    def _put(self, arrays: dict[str, np.ndarray]) -> Arrays:
+        return jax.device_put(arrays if self._host is None else jax.device_put(arrays, self._host), self._device)
+
+    def into(
+        self, cache: Cache, store: Store, staged: Staged, skip: int, pages: Sequence[int], snapshot: int | None
+    ) -> tuple[Cache, Store]:
+        """Write staged pages from the `skip`-th on, and the state, into these rows. Takes cache and store away."""
+        rows = [self._scratch_page] * skip + list(pages)
+        arrays = dict(cache.arrays)
+        for i, values in enumerate(staged.pages):
+            assert self._write_pages is not None
+            mine = rows[i * self.size : (i + 1) * self.size]
+            if any(row != self._scratch_page for row in mine):
+                held = {name: array for name, array in arrays.items() if name not in self._slots}
+                arrays |= self._write_pages(held, values, self._rows(mine))
+        if snapshot is not None:
+            assert self._write_state is not None and staged.state is not None
+            row = np.array([self._first_snapshot + snapshot], np.int32)
+            held = self._states_of(Cache(cache.router, arrays), store)
+            written = self._write_state(held, staged.state, row)
+            if self._is_packed:
+                store = {
+                    name: packed._replace(values=written[name], scales=written.get(f"{name}.scales"))
+                    for name, packed in store.items()
+                }
+            else:
+                arrays |= written
+        return Cache(cache.router, arrays), store
+
+
+def pages_per_copy(page_size: int, max_num_batched_tokens: int, pages_per_seq: int) -> int:
+    """Pages of one gather or scatter: a step's worth, within reason."""
+    return max(1, min(MOST_PAGES, pages_per_seq, -(-max_num_batched_tokens // page_size)))
+
+
+def bytes_of_copies(page_bytes: int, state_bytes: int, pages: int, pages_per_seq: int) -> int:
+    """Device memory that copies under way may hold."""
+    whole = -(-pages_per_seq // pages) * pages if page_bytes else 0
+    return OUT * (pages * page_bytes + state_bytes) + (IN + 1) * (whole * page_bytes + state_bytes)

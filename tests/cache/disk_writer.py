@@ -1,0 +1,42 @@
+"""A process that writes to a disk tier until it is killed. Every entry can be recomputed from its name."""
+
+import hashlib
+import random
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from jhybrid.cache.tiers.chain import Digest, extend, root
+from jhybrid.cache.tiers.disk import DiskTier
+from jhybrid.cache.tiers.form import Blob
+from jhybrid.cache.tiers.host import Name
+
+FINGERPRINT = hashlib.sha256(b"a model").digest()
+PAGE, STATE = 3000, 200_000
+
+
+def blob_of(name: Name) -> Blob:
+    size = PAGE if name.kind == "kv" else STATE
+    return np.frombuffer(random.Random(name.digest + name.kind.encode()).randbytes(size), np.uint8)
+
+
+def blobs_of(names: Sequence[Name]) -> list[Blob | None]:
+    return [blob_of(name) for name in names]
+
+
+def prefix(stem: int, pages: int) -> list[Digest]:
+    return extend(root(FINGERPRINT, None), [f"{stem} {at}".encode() for at in range(pages)])
+
+
+def tier(folder: str, budget: int = 1 << 30, fingerprint: bytes = FINGERPRINT, **options: bool) -> DiskTier:
+    options = {"has_pages": True, "has_states": True} | options
+    return DiskTier(f"file://{folder}/", budget, fingerprint, blobs_of, **options)
+
+
+if __name__ == "__main__":
+    disk, numbers = tier(sys.argv[1], int(sys.argv[2])), random.Random(sys.argv[3])
+    print("writing", flush=True)
+    while True:
+        disk.write(prefix(numbers.randrange(30), numbers.randrange(1, 60)))
+        disk.drain(10.0)
