@@ -220,6 +220,14 @@ def test_a_reference_left_over_is_told():
         engine.ledger.pages.take(1)
 
 
+def test_a_reference_left_over_is_told_where_prefixes_were_cached():
+    engine, _ = toy(enable_prefix_caching=True, snapshot_slots=6)
+    engine.generate([Request(prompt_token_ids=[5, 4, 3] * 5, sampling=SamplingParams(max_tokens=4))])
+    assert engine.ledger.pages.used > 1
+    with pytest.raises(ReferencesError, match="page"), stage_on(engine):
+        engine.ledger.pages.take(1)
+
+
 def test_cached_prefixes_are_gone_afterwards(tmp_path: Path):
     engine, runner = toy(enable_prefix_caching=True, snapshot_slots=6)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
