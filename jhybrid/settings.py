@@ -1,7 +1,8 @@
 """Settings: what a TOML file and the environment say of a command, beneath its flags.
 
 Flags win over the environment, the environment over the file, the file over defaults. The names are those of the flags,
-with underscores: `max_num_seqs` in the file, JHYBRID_MAX_NUM_SEQS in the environment. `jhybrid serve` uses it.
+with underscores: `max_num_seqs` in the file, JHYBRID_MAX_NUM_SEQS in the environment. `jhybrid serve` uses it all,
+`jhybrid profile` files only.
 """
 
 import contextlib
@@ -139,7 +140,7 @@ def _shown(name: str, value: object, secret: Collection[str]) -> str:
 
 def _nearest(name: str, known: Collection[str]) -> str:
     [*close] = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    return f"; did you mean {close[0]}?" if close else "; `jhybrid serve --print-config` shows them all"
+    return f"; did you mean {close[0]}?" if close else "; `--help` shows them all"
 
 
 def _why(error: Exception) -> str:
