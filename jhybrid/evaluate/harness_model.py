@@ -49,14 +49,15 @@ class HarnessModel(LM):
         """
         del batch_size, max_batch_size
         super().__init__()
-        if device not in (None, UNASKED_DEVICE, jax.default_backend()):
-            raise ConfigError("device", f"{device!r} cannot be chosen here; JAX takes it from JAX_PLATFORMS")
         of_ray = {name: options.pop(name) for name in names_of(RayOptions) if name in options}
         unknown = sorted(set(options) - names_of(EngineConfig))
         if unknown:
             raise ConfigError(unknown[0], f"{options[unknown[0]]!r} was given, but the engine has no such option")
         config = EngineConfig(model=model, **{"enable_prefix_caching": True, **options})
         cluster = RayOptions(**of_ray)
+        # Over Ray, JAX is not asked: this process would take the accelerator that an actor needs.
+        if device not in (None, UNASKED_DEVICE) and (cluster.ray or device != jax.default_backend()):
+            raise ConfigError("device", f"{device!r} cannot be chosen here; JAX takes it from JAX_PLATFORMS")
         self._open = contextlib.ExitStack()
         if cluster.ray:
             text = CheckpointText.of(config)

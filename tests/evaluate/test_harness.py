@@ -7,6 +7,7 @@ import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import jax
 import pytest
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -16,7 +17,8 @@ from lm_eval.tasks import TaskManager
 
 from jhybrid import cli
 from jhybrid.errors import ConfigError
-from jhybrid.evaluate.engines import OneEngine
+from jhybrid.evaluate import harness_model
+from jhybrid.evaluate.engines import EngineFleet, OneEngine
 from jhybrid.evaluate.harness_model import HarnessModel
 
 TASKS = Path(__file__).parent.parent.parent / "examples" / "eval_tasks"
@@ -119,6 +121,18 @@ def test_what_the_model_cannot_be_given():
         HarnessModel.create_from_arg_string("pretrained=x")
     with pytest.raises(ConfigError, match="device: 'cuda' cannot be chosen here"):
         HarnessModel(device="cuda")
+
+
+def test_over_ray_this_process_takes_no_accelerator(monkeypatch: pytest.MonkeyPatch):
+    def backend() -> str:
+        raise AssertionError("JAX was asked for its backend")
+
+    monkeypatch.setattr(jax, "default_backend", backend)
+    monkeypatch.setattr(harness_model, "Fleet", lambda *_: contextlib.nullcontext())
+    with contextlib.closing(HarnessModel("demo", ray=True, device=harness_model.UNASKED_DEVICE)) as built:
+        assert isinstance(built.respondent.engines, EngineFleet)
+    with pytest.raises(ConfigError, match="device: 'cpu' cannot be chosen here"):
+        HarnessModel("demo", ray=True, device="cpu")
 
 
 def test_the_eval_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
