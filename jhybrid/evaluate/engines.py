@@ -1,6 +1,6 @@
 """Engines: what scores windows and answers requests for a respondent: one engine here, or the engines of a fleet."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -120,25 +120,23 @@ class EngineFleet:
         return self._facts | {"num_engines": self._fleet.num_engines}
 
     def score(self, windows: Sequence[Window], done: Done = nobody) -> list[Likelihood]:
-        order = sorted(range(len(windows)), key=lambda i: (windows[i].tokens, windows[i].start))
-        found: list[Likelihood] = list(self._map([windows[i] for i in order], done))
-        places = {at: k for k, at in enumerate(order)}
-        return [found[places[i]] for i in range(len(windows))]
+        return self._map(windows, lambda window: (window.tokens, window.start), done)
 
     def generate(self, requests: Sequence[Request], done: Done = nobody) -> list[str]:
-        order = sorted(range(len(requests)), key=lambda i: requests[i].prompt_token_ids or [])
-        found: list[str] = list(self._map([requests[i] for i in order], done))
-        places = {at: k for k, at in enumerate(order)}
-        return [found[places[i]] for i in range(len(requests))]
+        return self._map(requests, lambda request: request.prompt_token_ids or [], done)
 
-    def _map(self, items: Sequence[Any], done: Done) -> Iterator[Any]:
-        pieces = self._fleet.pieces(items, BLOCK * self.config.max_num_seqs)
-        for piece, (answers, tally, facts) in zip(pieces, self._fleet.map(self._build, pieces), strict=True):
-            assert len(answers) == len(piece), (len(answers), len(piece))
+    def _map(self, items: Sequence[Any], key: Callable[[Any], Any], done: Done) -> list[Any]:
+        order = sorted(range(len(items)), key=lambda i: key(items[i]))
+        places = self._fleet.pieces(order, BLOCK * self.config.max_num_seqs)
+        pieces = [[items[i] for i in own] for own in places]
+        found: list[Any] = [None] * len(items)
+        for own, (answers, tally, facts) in zip(places, self._fleet.map(self._build, pieces), strict=True):
+            for i, answer in zip(own, answers, strict=True):
+                found[i] = answer
             self.tally += tally
             self._facts = facts
             done(len(answers))
-            yield from answers
+        return found
 
 
 class Worker:
