@@ -19,6 +19,7 @@ from jhybrid.sampling import MAX_BANNED, SamplingBatch
 from jhybrid.scheduler import Item
 from jhybrid.sequence import Sequence
 from kernels_pallas.spans import Spans
+from kernels_pallas.target import NO_ACCELERATOR, Target
 
 FROM_DEVICE = -1  # a token id that the host does not know yet: the last one sampled for that row
 NO_TARGET = -1
@@ -61,6 +62,7 @@ class Geometry:
     first_snapshot: int = 0  # row of snapshot 0 among the slots
     has_snapshots: bool = False
     has_staging: bool = False  # those slots are where a step leaves snapshots that are then stored elsewhere
+    target: Target = NO_ACCELERATOR  # where the step's ops run
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def unpack(layout: Layout, ints: Array, floats: Array, mask: Array, last_token: 
         num_snapshots=get["num_snapshots"],
         kind=bucket.kind,
         chunk_size=geometry.chunk_size,
+        target=geometry.target,
     )
     sampling = SamplingBatch(
         row=get["row"],

@@ -25,6 +25,7 @@ from jhybrid.errors import MissingBucketError
 from jhybrid.executables import Executables
 from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_logprobs
 from jhybrid.startup import Startup
+from kernels_pallas.target import Target
 
 PROMPT_LOGPROB_ROWS = 64  # rows of logits held at once while scoring a prompt
 COPIES = 16  # pages that one call copies
@@ -139,6 +140,7 @@ class Runner:
         pages_per_seq: int,
         num_pages: int | None,
         chunk_size: int,
+        target: Target,
         memory_fraction: float,
         executables: Executables,
         startup: Startup,
@@ -152,6 +154,7 @@ class Runner:
         self.module, self.params, self.router, self.buckets = module, params, router, buckets
         self._sampler_shape = (max_num_seqs, vocab_size)
         self._page_size, self._table_width, self._chunk_size = page_size, pages_per_seq, chunk_size
+        self._target = target
         self.bucket_seconds: dict[Bucket, float] = {}
         self.executables, self._startup = executables, startup
         self._executables: dict[Bucket, Any] = {}
@@ -291,6 +294,7 @@ class Runner:
             scratch_page=memory.num_pages,
             scratch_row=max_num_seqs,
             chunk_size=self._chunk_size,
+            target=self._target,
             first_snapshot=memory.num_slots,
             has_snapshots=memory.num_snapshots > 0,
             has_staging=memory.num_staged > 0,

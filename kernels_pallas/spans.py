@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kernels_pallas.target import NO_ACCELERATOR, Target
+
 Kind = Literal["ragged", "decode", "dense"]
 
 
@@ -51,6 +53,7 @@ class Spans:
     num_snapshots: Array  # [] int32: how many entries of chunk_snapshot are not scratch
     kind: Kind = field(default="ragged", metadata={"static": True})
     chunk_size: int = field(default=64, metadata={"static": True})  # Q
+    target: Target = field(default=NO_ACCELERATOR, metadata={"static": True})
 
     @property
     def num_seqs(self) -> int:

@@ -28,6 +28,10 @@ class Spec:
     atol: float
     rows: int | None = None
     """Rows of one layer in the cache array, scratch (the last) included; None: the array is one layer."""
+    tpu: bool = False
+    """Whether the TPU kernel takes these shapes; it is run on such cases alone, since its simulator is slow."""
+    slow: bool = False
+    """Left to the long run of the tests."""
 
 
 def ragged(lens: list[int], first_pos: list[int], chunk_size: int = 8, **options: Any) -> Spans:

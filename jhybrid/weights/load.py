@@ -233,6 +233,7 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked
         pages_per_seq=-(-model.max_model_len // config.page_size),
         num_pages=config.num_pages,
         chunk_size=config.chunk_size,
+        target=config.target(jax.devices()[0].device_kind),
         memory_fraction=config.memory_share(jax.default_backend()),
         executables=Executables(config.compilation_cache()),
         startup=startup,

@@ -9,11 +9,16 @@ from typing import Literal
 import jax
 from jax import Array
 
-from kernels_pallas.causal_conv import parallel, reference, xla
-from kernels_pallas.implementations import choose
+from kernels_pallas.causal_conv import parallel, reference, tpu, xla
+from kernels_pallas.implementations import run
 from kernels_pallas.spans import Spans
 
-IMPLEMENTATIONS = {"parallel": parallel.causal_conv, "reference": reference.causal_conv, "xla": xla.causal_conv}
+IMPLEMENTATIONS = {
+    "parallel": parallel.causal_conv,
+    "reference": reference.causal_conv,
+    "tpu": tpu.causal_conv,
+    "xla": xla.causal_conv,
+}
 
 
 @partial(jax.jit, static_argnames=("activation", "implementation"))
@@ -26,7 +31,7 @@ def causal_conv(
     *,
     activation: Literal["silu"] | None = "silu",
     base: int | Array = 0,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Outputs of every token, and the window array with the rows of this step's sequences renewed.
 
@@ -40,5 +45,6 @@ def causal_conv(
 
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """
-    run = choose("causal_conv", IMPLEMENTATIONS, implementation)
-    return run(x, weight, bias, window, spans, activation=activation, base=base)
+    forced = implementation or spans.target.ssm
+    call = lambda f: f(x, weight, bias, window, spans, activation=activation, base=base)  # noqa: E731
+    return run("causal_conv", IMPLEMENTATIONS, forced, spans.target, call)

@@ -21,6 +21,7 @@ def _case(
     dtype: Any = jnp.float32,
     window_dtype: Any = jnp.float32,
     atol: float = 1e-6,
+    **options: Any,
 ) -> Spec:
     T = spans.token_seq.shape[0]
 
@@ -37,11 +38,18 @@ def _case(
         )
         return args, {"base": layer * ROWS, "activation": activation}
 
-    return Spec(name, build, atol, rows=ROWS)
+    return Spec(name, build, atol, rows=ROWS, **options)
 
 
 _MIXED = ragged([5, 1, 19, 3, 2], [0, 7, 4, 0, 1])
 _BF16 = {"dtype": jnp.bfloat16, "window_dtype": jnp.bfloat16, "atol": 0.05}
+
+_TPU = {"width": 256, "layer": 1, "tpu": True}
+_TPU_SLOW = _TPU | {"slow": True}
+_TPU_MIXED = ragged(
+    [17, 1, 9, 1, 2], [0, 4, 2, 0, 6], 16, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
+    snapshots={(0, 8): 5, (1, 1): 6, (2, 1): 7},
+)  # fmt: skip
 
 SPECS = [
     _case("one-sequence", ragged([16], [0])),
@@ -64,6 +72,11 @@ SPECS = [
     _case("decode-snapshots-last-layer", decode([3, 7, 1], 4, snapshots={(0, 1): 5, (2, 1): 7}), layer=2),
     _case("decode-2-taps-no-activation", decode([3, 9], 4), taps=2, activation=None),
     _case("decode-bfloat16", decode([3, 9], 4), **_BF16),
+    _case("tpu-mixed", _TPU_MIXED, **_TPU),
+    _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, **_BF16),
+    _case("tpu-mixed-2-taps-no-activation-no-bias", _MIXED, **_TPU_SLOW, taps=2, activation=None, bias=False),
+    _case("tpu-decode", decode([3, 0, 1], 4, read=[0, 1, 0], write=[0, 1, 4], snapshots={(0, 1): 5}), **_TPU_SLOW),
+    _case("tpu-decode-bfloat16", decode([3, 0], 4), **_TPU_SLOW, **_BF16),
     _case("dense", dense_spans(2, 11)),
     _case("dense-shorter-than-taps", dense_spans(3, 2), bias=False),
     _case("dense-bfloat16", dense_spans(2, 11), **_BF16),

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from kernels_pallas.gated_delta import parallel, reference, xla
-from kernels_pallas.implementations import choose
+from kernels_pallas.implementations import run
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
@@ -33,7 +33,7 @@ def gated_delta(
     spans: Spans,
     *,
     base: int | Array = 0,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Outputs of every token, and the state array with the rows of this step's sequences renewed.
 
@@ -48,4 +48,7 @@ def gated_delta(
 
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """
-    return choose("gated_delta", IMPLEMENTATIONS, implementation)(q, k, v, g, beta, state, spans, base=base)
+    forced = implementation or spans.target.ssm
+    return run(
+        "gated_delta", IMPLEMENTATIONS, forced, spans.target, lambda f: f(q, k, v, g, beta, state, spans, base=base)
+    )

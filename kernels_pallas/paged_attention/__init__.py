@@ -1,12 +1,11 @@
 """paged_attention: append this step's keys and values to their pages, then attend causally over them."""
 
 from functools import partial
-from typing import Any
 
 import jax
 from jax import Array
 
-from kernels_pallas.implementations import choose
+from kernels_pallas.implementations import run
 from kernels_pallas.paged_attention import parallel, reference, xla
 from kernels_pallas.spans import Spans
 
@@ -29,7 +28,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     base: int | Array = 0,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Each token attends to the positions up to its own of its sequence; softmax in float32.
 
@@ -52,5 +51,7 @@ def paged_attention(
             f"pages are {'None' if pages is None else 'given'} with {spans.kind!r} spans: dense spans have no pages, "
             "the other kinds need them"
         )
-    run: Any = choose("paged_attention", IMPLEMENTATIONS, implementation)
-    return run(q, k, v, pages, spans, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, base=base)
+    forced = implementation or spans.target.attention
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap, "base": base}
+    call = lambda f: f(q, k, v, pages, spans, **options)  # noqa: E731
+    return run("paged_attention", IMPLEMENTATIONS, forced, spans.target, call)

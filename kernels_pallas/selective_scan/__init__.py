@@ -8,7 +8,7 @@ from functools import partial
 import jax
 from jax import Array
 
-from kernels_pallas.implementations import choose
+from kernels_pallas.implementations import run
 from kernels_pallas.selective_scan import parallel, reference, xla
 from kernels_pallas.spans import Spans
 
@@ -31,7 +31,7 @@ def selective_scan(
     spans: Spans,
     *,
     base: int | Array = 0,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Outputs of every token, and the state array with the rows of this step's sequences renewed.
 
@@ -45,4 +45,7 @@ def selective_scan(
 
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """
-    return choose("selective_scan", IMPLEMENTATIONS, implementation)(x, dt, A, B, C, D, state, spans, base=base)
+    forced = implementation or spans.target.ssm
+    return run(
+        "selective_scan", IMPLEMENTATIONS, forced, spans.target, lambda f: f(x, dt, A, B, C, D, state, spans, base=base)
+    )

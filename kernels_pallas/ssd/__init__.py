@@ -8,11 +8,11 @@ from functools import partial
 import jax
 from jax import Array
 
-from kernels_pallas.implementations import choose
+from kernels_pallas.implementations import run
 from kernels_pallas.spans import Spans
-from kernels_pallas.ssd import parallel, reference, xla
+from kernels_pallas.ssd import parallel, reference, tpu, xla
 
-IMPLEMENTATIONS = {"parallel": parallel.ssd, "reference": reference.ssd, "xla": xla.ssd}
+IMPLEMENTATIONS = {"parallel": parallel.ssd, "reference": reference.ssd, "tpu": tpu.ssd, "xla": xla.ssd}
 
 
 @partial(jax.jit, static_argnames=("implementation",))
@@ -27,7 +27,7 @@ def ssd(
     spans: Spans,
     *,
     base: int | Array = 0,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Outputs of every token, and the state array with the rows of this step's sequences renewed.
 
@@ -41,4 +41,6 @@ def ssd(
 
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """
-    return choose("ssd", IMPLEMENTATIONS, implementation)(x, dt, A, B, C, D, state, spans, base=base)
+    forced = implementation or spans.target.ssm
+    call = lambda f: f(x, dt, A, B, C, D, state, spans, base=base)  # noqa: E731
+    return run("ssd", IMPLEMENTATIONS, forced, spans.target, call)

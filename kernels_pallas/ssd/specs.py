@@ -23,6 +23,7 @@ def _case(
     state_dtype: Any = jnp.float32,
     dt_bias: float = -3.0,
     atol: float = 2e-5,
+    **options: Any,
 ) -> Spec:
     T = spans.token_seq.shape[0]
 
@@ -47,13 +48,20 @@ def _case(
         )
         return args, {"base": layer * ROWS}
 
-    return Spec(name, build, atol, rows=ROWS)
+    return Spec(name, build, atol, rows=ROWS, **options)
 
 
 _MIXED = ragged([5, 1, 19, 3], [0, 7, 4, 0], 8)
 _SNAPSHOTS = {(0, 8): 5, (0, 13): 6, (2, 3): 7}
 
 _EXACT = make_spans([10, 6], [0, 5], [0, 1], [0, 1], num_tokens=16, num_seqs=2, scratch_slot=SCRATCH, chunk_size=8)
+
+_TPU = {"groups": 2, "head_dim": 64, "state_size": 16, "layer": 1, "tpu": True}
+_TPU_SLOW = _TPU | {"slow": True}
+_TPU_MIXED = ragged(
+    [17, 1, 9, 1, 12], [0, 4, 2, 0, 6], 16, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
+    snapshots={(0, 8): 5, (1, 1): 6, (2, 9): 7},
+)  # fmt: skip
 
 SPECS = [
     _case("one-sequence", ragged([16], [0], 16)),
@@ -99,6 +107,19 @@ SPECS = [
     ),
     _case("decode-state128-bfloat16", decode([5], 2), head_dim=8, state_size=128, state_dtype=jnp.bfloat16, atol=0.1),
     _case("decode-extreme-dt", decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
+    _case("tpu-mixed", _TPU_MIXED, **_TPU),
+    _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, atol=0.1),
+    _case("tpu-extreme-dt", ragged([5, 1, 19, 3], [0, 7, 4, 0], 16), **_TPU_SLOW, dt_bias=120.0, atol=2e-3),
+    _case("tpu-mild-and-strong-decays", ragged([70], [5], 64), **_TPU_SLOW, dt_bias=2.0, atol=1e-4),
+    _case("tpu-head-dim-128", _MIXED, **(_TPU_SLOW | {"head_dim": 128, "groups": 1})),
+    _case("tpu-head-dim-32-one-group", _MIXED, **(_TPU_SLOW | {"head_dim": 32, "groups": 1})),
+    _case("tpu-no-single-tokens", ragged([17, 31], [0, 4], 16), **_TPU_SLOW),
+    _case("tpu-single-tokens-alone", ragged([1] * 6, [0, 4, 1, 1, 0, 7], 16), **_TPU_SLOW),
+    _case("tpu-decode", decode([3, 0, 1], 4, read=[0, 1, 0], write=[0, 1, 4], snapshots={(0, 1): 5}), **_TPU),
+    _case(
+        "tpu-decode-bfloat16", decode([3, 0], 4), **_TPU_SLOW, dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, atol=0.1
+    ),
+    _case("tpu-decode-two-lanes-tiles", decode([3, 9], 4), **(_TPU_SLOW | {"groups": 1})),
     _case("dense", dense_spans(2, 64)),
     _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
     _case("dense-short-groups2-heads6", dense_spans(2, 5), groups=2, heads=6),

@@ -7,6 +7,8 @@ and page places past the tokens written so far.
 
 import functools
 import importlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import numpy as np
 import pytest
 
 import kernels_pallas
+from kernels_pallas import blocks
 from kernels_pallas.spans import Spans
 from kernels_pallas.specs import Spec
+from tests.kernels_pallas.simulator import races_of, simulated
 
 OPS = sorted(path.parent.name for path in Path(kernels_pallas.__file__).parent.glob("*/specs.py"))
 
@@ -32,9 +36,24 @@ def _cases() -> list[Any]:
     for op in OPS:
         module, specs = _load(op)
         for spec in specs:
-            names = [name for name in module.IMPLEMENTATIONS if name != "reference"]
-            cases += [pytest.param(op, spec, name, id=f"{op}-{spec.name}-{name}") for name in names]
+            names = [name for name in module.IMPLEMENTATIONS if name not in ("reference", "tpu")]
+            marks = [pytest.mark.slow] if spec.slow else []
+            cases += [pytest.param(op, spec, name, id=f"{op}-{spec.name}-{name}", marks=marks) for name in names]
+            if spec.tpu and "tpu" in module.IMPLEMENTATIONS:
+                for moment in ("eager", "on_wait"):
+                    marks = [pytest.mark.slow] if spec.slow or moment == "on_wait" else []
+                    id = f"{op}-{spec.name}-tpu-{moment}"
+                    cases.append(pytest.param(op, spec, f"tpu-{moment}", id=id, marks=marks))
     return cases
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Block sizes with which the specs' small shapes have several blocks."""
+    blocks.block_sizes.cache_clear()
+    monkeypatch.setattr(blocks, "FOLDER", Path(__file__).parent / "small_blocks")
+    yield
+    blocks.block_sizes.cache_clear()
 
 
 @functools.cache
@@ -104,6 +123,7 @@ def test_agrees_with_the_reference(op: str, spec: Spec, name: str) -> None:
     module, _ = _load(op)
     run = getattr(module, op)
     args, kwargs = spec.build(0)
+    name, _, moment = name.partition("-")
     if not isinstance(args[-1], Spans):  # no sequences and no cache: the answer alone
         got, want = (_run(run, *args, **kwargs, implementation=i) for i in (name, "reference"))
         assert got.dtype == want.dtype
@@ -119,7 +139,11 @@ def test_agrees_with_the_reference(op: str, spec: Spec, name: str) -> None:
     step = _compiled(op, tuple(kwargs), None if cache is None else len(inputs))
     for which in ("reference", name):
         copy = None if cache is None else jnp.array(original)
-        answers.append(_run(step, *inputs, copy, spans, **kwargs, implementation=which))
+        where = replace(spans, target=simulated(moment)) if which == "tpu" else spans
+        call = step if moment else functools.partial(_run, step)  # a kernel takes every case that is marked for it
+        with races_of() as races:
+            answers.append(jax.block_until_ready(call(*inputs, copy, where, **kwargs, implementation=which)))
+        assert not races()
     (want, want_cache), (got, got_cache) = answers
     assert got.dtype == want.dtype
     assert np.all(np.isfinite(_f64(want)[:valid])), "the spec's own answer is not finite"

@@ -1,0 +1,40 @@
+"""Compiling for a TPU on a machine that has none: libtpu's compiler for a named topology, and no device."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernels_pallas.chips import Chip
+
+# libtpu is configured by the environment alone. These keep it from looking for a TPU and for a second process.
+SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+def compile_for(chip: Chip, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
+    """`function` compiled for one device of `chip`; `args` are pytrees of arrays or shapes, and are not read.
+
+    Raises ModuleNotFoundError without libtpu, and what the compiler raises: vector memory that overflows, misaligned
+    tiles, operations that the chip lacks.
+    """
+    import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    for name, value in SETTINGS.items():
+        os.putenv(name, value)
+    device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
+    mesh = Mesh(np.array([device]), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()

@@ -1,0 +1,409 @@
+"""ssd on TPU: a kernel for chunks of sequences, whose products run on the matrix unit, and one for single tokens."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.blocks import block_sizes, largest_divisor
+from kernels_pallas.decays import COARSE_STEP, STRONGEST
+from kernels_pallas.pieces import Pieces, Singles, pieces_of, singles_of
+from kernels_pallas.spans import Spans
+from kernels_pallas.ssd.chunk import token_decay
+from kernels_pallas.target import Target
+from kernels_pallas.tpu_rows import Loads, Stores, start_slots
+
+LANES = 128
+LARGEST = 126.0  # exponent of what is masked by a zero factor
+STRONGEST_WHOLE = -30.0  # exp(-30) is far below what a sum of bfloat16 products resolves
+SUBLANES = {"float32": 8, "bfloat16": 16}  # of a tile
+
+
+def ssd(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    D: Array,
+    state: Array | None,
+    spans: Spans,
+    *,
+    base: int | Array = 0,
+) -> tuple[Array, Array | None]:
+    """As `kernels_pallas.ssd.ssd`, for `spans.target.chip`. With bfloat16 x, products of chunks are bfloat16."""
+    chip = spans.target.chip
+    if chip is None:
+        raise NotImplementedError("the TPU kernels of ssd need a chip in spans.target")
+    if state is None:
+        raise NotImplementedError("the TPU kernels of ssd need a state; dense spans have none")
+    check_shapes(x, B, state)
+    sizes = block_sizes(chip, "ssd")
+    T = x.shape[0]
+    A, D, dt = (a.astype(jnp.float32) for a in (A, D, dt))
+    if spans.kind == "decode":
+        singles = singles_of(spans, spans.read_slot, base)
+        y, state = _step(x, dt, A, B, C, D, state, singles, spans.target, sizes["step_lanes"])
+        return y, state
+    state, slots = start_slots(state, spans, base)
+    tile = min(sizes["chunk_tokens"], -(-T // 16) * 16)
+    pieces = pieces_of(spans, slots, base, tile)
+    y, state = _chunks(x, dt, A, B, C, D, state, pieces, spans.target, tile, sizes["chunk_lanes"])
+    singles = singles_of(spans, slots, base)
+    at = jnp.minimum(spans.query_start[:-1], T - 1)
+    rows, state = _step(x[at], dt[at], A, B[at], C[at], D, state, singles, spans.target, sizes["step_lanes"])
+    rows = rows.at[singles.seq].get(mode="promise_in_bounds")
+    target = jnp.where(jnp.arange(spans.num_seqs) < singles.count, singles.token, T)
+    y = jnp.where(spans.token_valid()[:, None, None], y, 0)
+    return y.at[target].set(rows, mode="drop"), state
+
+
+def check_shapes(x: Array, B: Array, state: Array) -> None:
+    """NotImplementedError for what the tiles of the TPU cannot hold."""
+    (_, H, P), (_, G, N) = x.shape, B.shape
+    dtype = state.dtype.name
+    if dtype not in SUBLANES or x.dtype.name not in SUBLANES:
+        raise NotImplementedError(f"state {dtype}, x {x.dtype}: the TPU kernels of ssd take float32 and bfloat16")
+    if N % SUBLANES[dtype]:
+        raise NotImplementedError(f"state_size {N} is no multiple of {SUBLANES[dtype]}, the rows of a {dtype} tile")
+    if H // G * P % LANES:
+        raise NotImplementedError(f"{H // G} heads per group of width {P} are no multiple of {LANES} lanes")
+    if LANES % P and P % LANES:
+        raise NotImplementedError(f"head_dim {P} neither divides {LANES} lanes nor is a multiple")
+
+
+# Single tokens
+
+
+def _step(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    D: Array,
+    state: Array,
+    singles: Singles,
+    target: Target,
+    most_lanes: int,
+) -> tuple[Array, Array]:
+    """One token of each of S sequences: y [S,H,P] of entries that `singles` names, else 0, and the state."""
+    (S, H, P), (_, G, N), L = x.shape, B.shape, state.shape[2]
+    lanes = LANES * largest_divisor(L // LANES, most_lanes // LANES)
+    if lanes % (L // G) and L // G % lanes:
+        lanes = math.gcd(lanes, L // G)
+    blocks, in_block = L // lanes, max(1, lanes * G // L)
+    xf = x.astype(jnp.float32)
+    xdt = (xf * dt[:, :, None]).reshape(S, 1, L)
+    decay = token_decay(dt * A, L).reshape(S, 1, L)
+    B, C = (a.astype(jnp.float32).reshape(S, G // in_block, in_block, N) for a in (B, C))
+
+    def row(i, b, items, *_):
+        return items[0, i], 0, b
+
+    def group(i, b, items, *_):
+        return items[0, i], b * lanes * G // L // in_block, 0, 0
+
+    of_row, of_group = pl.BlockSpec((None, 1, lanes), row), pl.BlockSpec((None, None, in_block, N), group)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    y, state = pl.pallas_call(
+        functools.partial(_step_kernel, blocks=blocks, group_lanes=min(lanes, L // G)),
+        name="ssd_step",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(singles.count, blocks),
+            in_specs=[of_row, of_row, of_group, of_group, anywhere],
+            out_specs=[of_row, anywhere],
+            scratch_shapes=[
+                pltpu.VMEM((2, N, lanes), state.dtype),
+                pltpu.VMEM((2, N, lanes), state.dtype),
+                pltpu.SMEM((2, 2), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2, 2)),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((S, 1, L), jnp.float32), jax.ShapeDtypeStruct(state.shape, state.dtype)],
+        input_output_aliases={5: 1},
+        cost_estimate=pl.CostEstimate(
+            flops=5 * S * L * N, transcendentals=0, bytes_accessed=2 * S * L * N * state.dtype.itemsize
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        interpret=target.simulate or False,
+    )(singles.table(), xdt, decay, B, C, state)
+    y = y.reshape(S, H, P) + D[:, None] * xf
+    done = jnp.zeros(S, bool).at[singles.seq].set(jnp.arange(S) < singles.count)
+    return jnp.where(done[:, None, None], y, 0).astype(x.dtype), state
+
+
+def _step_kernel(
+    items, xdt, decay, B, C, _, y, state, loaded, stored, pending, load_done, store_done, *, blocks, group_lanes
+):
+    i, b = pl.program_id(0), pl.program_id(1)
+    step, steps = i * blocks + b, pl.num_programs(0) * blocks
+    lanes = loaded.shape[2]
+
+    def window(row, block):
+        return state.at[row, :, pl.ds(pl.multiple_of(block * lanes, LANES), lanes)]
+
+    loads = Loads(loaded, load_done, window)
+    stores = Stores(stored, store_done, pending, window)
+
+    @pl.when(step == 0)
+    def _():
+        stores.begin()
+        loads.start(step, items[1, i], b)
+
+    @pl.when(step + 1 < steps)
+    def _():
+        following = (step + 1) // blocks
+        loads.start(step + 1, items[1, following], step + 1 - following * blocks)
+
+    stores.free(step, 0, 0)
+    parity = step % 2
+    loads.wait(step, items[1, i], b)
+
+    @pl.when(items[1, i] < 0)
+    def _():
+        loaded[parity] = jnp.zeros(loaded.shape[1:], loaded.dtype)
+
+    tile = SUBLANES[loaded.dtype.name]
+    N = loaded.shape[1]
+    for g in range(B.shape[0]):
+        wide = LANES * largest_divisor(group_lanes // LANES, 4)  # what is computed side by side hides latencies
+        column = lambda ref, g=g: jnp.swapaxes(ref[g : g + 1, :], 0, 1)  # [N, 1]  # noqa: E731
+        B_n, C_n = (jnp.broadcast_to(column(ref), (N, LANES)) for ref in (B, C))
+
+        def lane_tiles(n, carry, g=g, B_n=B_n, C_n=C_n, wide=wide):
+            start = g * group_lanes + n * wide
+            tiles = [pl.ds(pl.multiple_of(start + k * LANES, LANES), LANES) for k in range(wide // LANES)]
+            totals = [jnp.zeros((tile, LANES), jnp.float32)] * len(tiles)
+            for m in range(0, N, tile):  # few rows at a time stay in registers
+                for k, at in enumerate(tiles):
+                    h = loaded[parity, m : m + tile, at].astype(jnp.float32) * decay[:, at]
+                    h += xdt[:, at] * B_n[m : m + tile]
+                    stored[parity, m : m + tile, at] = h.astype(stored.dtype)
+                    totals[k] += h * C_n[m : m + tile]
+            for total, at in zip(totals, tiles, strict=True):
+                y[:, at] = jnp.sum(total, axis=0, keepdims=True)
+            return carry
+
+        lax.fori_loop(0, group_lanes // wide, lane_tiles, 0)
+    stores.start(step, (items[2, i], items[3, i]), b)
+
+    @pl.when(step + 1 == steps)
+    def _():
+        stores.end(0, 0)
+
+
+# Chunks
+
+
+def _chunks(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    D: Array,
+    state: Array,
+    pieces: Pieces,
+    target: Target,
+    tile: int,
+    most_lanes: int,
+) -> tuple[Array, Array]:
+    """The tokens of `pieces`: y [T,H,P], what lies outside of them unspecified, and the state."""
+    (T, H, P), (_, G, N), L = x.shape, B.shape, state.shape[2]
+    per_group = H // G
+    unit = max(1, LANES // P)  # heads of one lane tile
+    groups = largest_divisor(G, max(1, most_lanes // (per_group * P)))  # of a block
+    heads = groups * unit * largest_divisor(per_group // unit, max(1, most_lanes // P // unit // groups))
+    blocks, lanes = H // heads, heads * P
+    room = -T % tile
+    x, dt = jnp.pad(x.reshape(T, L), [(0, room), (0, 0)]), jnp.pad(dt, [(0, room), (0, 0)])
+    B, C = (jnp.pad(a.swapaxes(0, 1), [(0, 0), (0, room), (0, 0)]) for a in (B, C))  # [G, T, N]
+
+    def tokens(p, b, items, *_):
+        return items[0, p], b
+
+    def all_heads(p, b, items, *_):
+        return items[0, p], 0
+
+    def group(p, b, items, *_):
+        return b * heads // per_group // groups, items[0, p], 0
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    parts = 2 if x.dtype == jnp.float32 else 1
+    rows = pltpu.VMEM((2, N, lanes), state.dtype)
+    y, state = pl.pallas_call(
+        functools.partial(_chunk_kernel, heads=heads, blocks_per_group=max(1, per_group // heads)),
+        name="ssd_chunks",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pieces.count, blocks),
+            in_specs=[
+                pl.BlockSpec((tile, lanes), tokens),
+                pl.BlockSpec((tile, H), all_heads),
+                pl.BlockSpec((1, H), lambda *_: (0, 0)),
+                pl.BlockSpec((groups, tile, N), group),
+                pl.BlockSpec((groups, tile, N), group),
+                pl.BlockSpec((1, lanes), lambda p, b, *_: (0, b)),
+                anywhere,
+            ],
+            # All lanes of a tile, so that its next piece still finds what this one has left.
+            out_specs=[pl.BlockSpec((tile, L), lambda p, b, items, *_: (items[0, p], 0)), anywhere],
+            scratch_shapes=[
+                pltpu.VMEM((blocks, N, lanes), jnp.float32),
+                pltpu.VMEM((parts, blocks, tile, heads), jnp.float32),
+                pltpu.VMEM((parts, blocks, heads, tile), jnp.float32),
+                pltpu.VMEM((blocks, heads, tile), jnp.float32),
+                pltpu.VMEM((groups, N, tile), jnp.float32),
+                pltpu.VMEM((groups, tile, tile), jnp.float32),
+                rows,
+                rows,
+                pltpu.SMEM((2, 2), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2, 2)),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
+        input_output_aliases={7: 1},
+        cost_estimate=pl.CostEstimate(
+            flops=2 * T * (H * (tile * P + 2 * N * P) + G * tile * N),
+            transcendentals=T * H * tile,
+            bytes_accessed=2 * T * (L + G * N) * x.dtype.itemsize,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=64 * 1024 * 1024
+        ),
+        interpret=target.simulate or False,
+    )(pieces.table(), x, dt, A[None], B, C, jnp.repeat(D, P)[None], state)
+    return y[:T].reshape(T, H, P), state
+
+
+def _chunk_kernel(
+    items, x, dt, A, B, C, D, _, y, state,
+    h, columns, rows, to_end_rows, keys, scores, loaded, stored, pending, load_done, store_done,
+    *, heads, blocks_per_group,
+):  # fmt: skip
+    """One block of heads of one piece.
+
+    y_i = sum_{j<=i} C_i B_j decay(i, j) dt_j x_j + decay(i, start) C_i h + D x_i. Broadcasting a column over lanes is
+    what the chip is slowest at, so only the sums of log decays are. What is a factor of token j is a row: dt is a term
+    of the exponents, and what a token adds to the state is weighed in its key.
+    """
+    p, b, blocks = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    step, steps = p * blocks + b, pl.num_programs(0) * blocks
+    (Q, lanes), dtype, groups = x.shape, x.dtype, B.shape[0]
+    P = lanes // heads
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    product = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+
+    def window(row, block):
+        return state.at[row, :, pl.ds(pl.multiple_of(block * lanes, LANES), lanes)]
+
+    loads = Loads(loaded, load_done, window)
+    stores = Stores(stored, store_done, pending, window)
+
+    @pl.when(step == 0)
+    def _():
+        stores.begin()
+        loads.start(step, items[4, p], b)
+
+    @pl.when(step + 1 < steps)
+    def _():
+        following = (step + 1) // blocks
+        loads.start(step + 1, items[4, following], step + 1 - following * blocks)
+
+    token = lax.broadcasted_iota(jnp.int32, (Q, 1), 0)
+    mine = (token >= items[1, p]) & (token < items[2, p])
+    lower = lax.broadcasted_iota(jnp.int32, (Q, Q), 0) >= lax.broadcasted_iota(jnp.int32, (Q, Q), 1)
+
+    @pl.when(b == 0)
+    def _():
+        of_token = jnp.where(mine, dt[...], 0.0)
+        of_row = jnp.log2(jnp.swapaxes(of_token, 0, 1))  # [H, Q]
+        to_end = of_row
+        for n, part in enumerate(_log_decay_parts(of_token * A[...], columns.shape[0])):
+            sums = jnp.dot(lower.astype(jnp.float32), part, precision=lax.Precision.HIGHEST)  # [Q, H]
+            sums_of_row = jnp.swapaxes(sums, 0, 1)
+            to_end += sums_of_row[:, Q - 1 :] - sums_of_row
+            if n == columns.shape[0] - 1:
+                sums_of_row -= of_row
+            for m in range(h.shape[0]):
+                columns[n, m] = sums[:, m * heads : (m + 1) * heads]
+                rows[n, m] = sums_of_row[m * heads : (m + 1) * heads]
+        weight = jnp.exp2(to_end)
+        for m in range(h.shape[0]):
+            to_end_rows[m] = weight[m * heads : (m + 1) * heads]
+
+    @pl.when(b % blocks_per_group == 0)
+    def _():
+        for g in range(groups):
+            B_g = jnp.where(mine, B[g], jnp.zeros_like(B[g]))
+            keys[g] = jnp.swapaxes(B_g.astype(jnp.float32), 0, 1)  # [N, Q]
+            scores[g] = jnp.where(lower, product(C[g], keys[g].astype(dtype)), 0.0)
+
+    loads.wait(step, items[4, p], b)
+
+    @pl.when(items[3, p] == 1)
+    def _():
+        before = loaded[step % 2].astype(jnp.float32)
+        h[b] = jnp.where(items[4, p] >= 0, before, 0.0)
+
+    width = max(P, LANES)
+    per_tile = width // P
+    head_of_lane = lax.broadcasted_iota(jnp.int32, (1, width), 1) // P
+
+    def pick(values):
+        """Of a value per head of a lane tile, each head's own lanes."""
+        out = values[0]
+        for k, value in enumerate(values[1:], 1):
+            out = jnp.where(head_of_lane == k, value, out)
+        return out
+
+    for n in range(lanes // width):
+        at, g = slice(n * width, (n + 1) * width), n * width * groups // lanes
+        x_n = jnp.where(mine, x[:, at], jnp.zeros_like(x[:, at]))
+        within, added, since = [], [], []
+        for head in range(n * per_tile, (n + 1) * per_tile):
+            row = slice(head, head + 1)
+            sums = [columns[m, b, :, row] for m in range(columns.shape[0])]  # [Q, 1]
+            between = sum(part - rows[m, b, row] for m, part in enumerate(sums))
+            weights = scores[g] * jnp.exp2(jnp.minimum(between, LARGEST))
+            within.append(product(weights.astype(dtype), x_n))
+            added.append(product((keys[g] * to_end_rows[b, row]).astype(dtype), x_n))  # [N, width]
+            since.append(sum(jnp.broadcast_to(part, (Q, width)) for part in sums))
+        from_start = jnp.exp2(pick(since))  # [Q, width]
+        before = h[b, :, at]
+        out = product(C[g], before.astype(dtype)) * from_start + x_n.astype(jnp.float32) * D[:, at] + pick(within)
+        of_y = pl.ds(pl.multiple_of(b * lanes + n * width, LANES), width)
+        y[:, of_y] = jnp.where(mine, out.astype(dtype), y[:, of_y])
+        h[b, :, at] = before * from_start[Q - 1 :] + pick(added)
+    targets = (items[5, p], items[6, p])
+
+    @pl.when((targets[0] >= 0) | (targets[1] >= 0))
+    def _():
+        stores.free(step, 0, 0)
+        stored[step % 2] = h[b].astype(stored.dtype)
+        stores.start(step, targets, b)
+
+    @pl.when(step + 1 == steps)
+    def _():
+        stores.end(0, 0)
+
+
+def _log_decay_parts(log_decay: Array, parts: int) -> list[Array]:
+    """log_decay [Q,H], as a logarithm to base 2, cut into an exact and a small part (see decays.py), or whole.
+
+    Whole is enough for bfloat16 products: sums of at most 128 * 30 keep the exponents right to three digits after the
+    point beside strong decays, and to more without.
+    """
+    if parts == 1:
+        return [jnp.maximum(log_decay, STRONGEST_WHOLE) * math.log2(math.e)]
+    log_decay = jnp.maximum(log_decay, STRONGEST) * math.log2(math.e)
+    coarse = jnp.round(log_decay / COARSE_STEP) * COARSE_STEP
+    return [coarse, log_decay - coarse]

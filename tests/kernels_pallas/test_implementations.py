@@ -1,0 +1,63 @@
+"""How an op's implementation is chosen: the chip's own first, plain JAX where that refuses, a forced one or none."""
+
+import logging
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from kernels_pallas import causal_conv, implementations, ssd
+from kernels_pallas.chips import CHIPS, chip_of
+from kernels_pallas.spans import Spans
+from kernels_pallas.ssd.specs import SPECS
+from kernels_pallas.target import Target
+
+
+def _arguments() -> tuple:
+    """A case whose shapes no TPU kernel takes."""
+    args, kwargs = next(spec for spec in SPECS if spec.name == "decode").build(0)
+    return args, kwargs
+
+
+def _on(spans: Spans, **target) -> Spans:
+    return replace(spans, target=Target(CHIPS["v5e"], **target))
+
+
+def test_what_a_kernel_refuses_goes_to_the_next_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    (*inputs, spans), kwargs = _arguments()
+    implementations._passed_over.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            jax.clear_caches()
+            got, _ = ssd.ssd(*inputs, _on(spans), **kwargs)
+    want, _ = ssd.ssd(*inputs, spans, **kwargs, implementation="xla")
+    np.testing.assert_array_equal(got, want)
+    [record] = caplog.records
+    assert "ssd: tpu does not support this (4 heads per group of width 4" in record.message
+
+
+def test_a_forced_kernel_refuses() -> None:
+    (*inputs, spans), kwargs = _arguments()
+    with pytest.raises(NotImplementedError, match="multiple of 128 lanes"):
+        ssd.ssd(*inputs, _on(spans, ssm="tpu"), **kwargs)
+    with pytest.raises(NotImplementedError, match=r"'gpu'.*reference"):
+        ssd.ssd(*inputs, _on(spans, ssm="gpu"), **kwargs)
+
+
+def test_a_kernel_needs_a_chip() -> None:
+    (*inputs, spans), kwargs = _arguments()
+    with pytest.raises(NotImplementedError, match="need a chip"):
+        ssd.ssd(*inputs, spans, **kwargs, implementation="tpu")
+
+
+def test_forcing_the_scan_forces_the_convolution() -> None:
+    (*_, spans), _ = _arguments()
+    x, weight, window = np.zeros((4, 12), np.float32), np.zeros((12, 4), np.float32), np.zeros((9, 4, 12), np.float32)
+    with pytest.raises(NotImplementedError, match="channels a multiple of 128"):
+        causal_conv.causal_conv(x, weight, None, window, _on(spans, ssm="tpu"))
+
+
+def test_chips_are_known_by_what_devices_call_themselves() -> None:
+    assert chip_of("TPU v6 lite") is CHIPS["v6e"]
+    assert chip_of("cpu") is None
