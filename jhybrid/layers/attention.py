@@ -43,8 +43,8 @@ class AttentionSpec:
         return heads | {"gate": self.num_heads} if self.gated else heads
 
     def parts(self, page_size: int, kv_dtype: str) -> tuple[Part, ...]:
-        """What one layer keeps per page: K of head h at 2h, V at 2h + 1."""
-        return (Part("kv", "page", (page_size, 2 * self.num_kv_heads, self.head_dim), kv_dtype),)
+        """What one layer keeps per page: of each token K and V of head 0, then of 1, and so on."""
+        return (Part("kv", "page", (page_size, 2 * self.num_kv_heads * self.head_dim), kv_dtype),)
 
 
 class Attention(nn.Module):

@@ -46,7 +46,7 @@ class LatentAttentionSpec:
 
     def parts(self, page_size: int, kv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per page: the latent and the shared key of each token, one row for all heads."""
-        return (Part("kv", "page", (page_size, 1, self.latent_size + self.shared_key_dim), kv_dtype),)
+        return (Part("kv", "page", (page_size, self.latent_size + self.shared_key_dim), kv_dtype),)
 
 
 class LatentAttention(nn.Module):

@@ -6,12 +6,13 @@ import jax
 from jax import Array
 
 from kernels_pallas.implementations import run
-from kernels_pallas.paged_attention import parallel, reference, xla
+from kernels_pallas.paged_attention import parallel, reference, tpu, xla
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
     "parallel": parallel.paged_attention,
     "reference": reference.paged_attention,
+    "tpu": tpu.paged_attention,
     "xla": xla.paged_attention,
 }
 
@@ -35,8 +36,8 @@ def paged_attention(
     Args:
       q: [T, Hq, Dh]; query head h reads key/value head h // (Hq // Hkv). Positions are applied already.
       k, v: [T, Hkv, Dh], this step's tokens; v None: the values are the keys, and are kept once.
-      pages: [R, page, 2*Hkv, Dh], key of head h at row 2h of a token, value at 2h+1, or [R, page, Hkv, Dh] without v;
-        None if `spans` is dense.
+      pages: [R, page, 2*Hkv*Dh], a token's row is key and value of head 0, then those of head 1, and so on;
+        [R, page, Hkv*Dh] without v; None if `spans` is dense.
         dtype uint16 means the bits of bfloat16: what a bfloat16 cache must be on CPU (see `words.py`).
       scale: factor of the scores.
       sliding_window: attend to the last so many positions only, the token's own included.

@@ -31,7 +31,7 @@ def paged_attention(
 
         def append(t: Array, pages: Array) -> Array:
             parts = [k[t]] if v is None else [k[t], v[t]]
-            new = jnp.stack(parts, axis=1).reshape(pages.shape[2:])  # [2 Hkv, Dh]: K, V of head 0, then of 1
+            new = jnp.stack(parts, axis=1).reshape(-1)  # [2 Hkv Dh]: K, V of head 0, then of 1
             place = row(t, position[t] // page_size), position[t] % page_size
             return pages.at[place].set(to_words(new, pages.dtype))
 
@@ -45,6 +45,7 @@ def paged_attention(
         else:
             at = jnp.arange(spans.page_table.shape[1] * pages.shape[1])
             held = from_words(pages[row(t, at // pages.shape[1]), at % pages.shape[1]])
+            held = held.reshape(len(at), -1, k.shape[2])  # [context, Hkv or 2 Hkv, Dh]
             keys, values = (held, held) if v is None else (held[:, 0::2], held[:, 1::2])  # [context, Hkv, Dh]
         seen = (at <= position[t]) & valid[t]
         if sliding_window is not None:

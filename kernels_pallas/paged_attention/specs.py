@@ -26,6 +26,8 @@ def _paged(
     dtype: str = "float32",
     atol: float = 1e-5,
     values: bool = True,
+    tpu: bool = False,
+    slow: bool = False,
     **options: Any,
 ) -> Spec:
     """Sequences of `first[i]` cached tokens and `lens[i]` new ones, on shuffled pages of one of `layers` layers.
@@ -43,13 +45,13 @@ def _paged(
         base = layer * (num_pages + 1)
         order = list(rng.permutation(num_pages))
         held = (2 if values else 1) * kv_heads
-        pages = np.full((layers * (num_pages + 1), page, held, dim), np.nan, np.float32)
+        pages = np.full((layers * (num_pages + 1), page, held * dim), np.nan, np.float32)
         table = []
         for cached, count in zip(first, needed, strict=True):
             table.append([int(order.pop()) for _ in range(count)])
             seen_from = max(0, cached + 1 - options.get("sliding_window", cached + 1))
             for at in range(seen_from, cached):
-                pages[base + table[-1][at // page], at % page] = rng.standard_normal((held, dim))
+                pages[base + table[-1][at // page], at % page] = rng.standard_normal(held * dim)
         spans = make_spans(
             lens,
             first,
@@ -71,7 +73,7 @@ def _paged(
         q, k, v, pages = (jnp.asarray(x, dtype) for x in (q, k, v, pages))
         return (q, k, v if values else None, pages, spans), {"scale": dim**-0.5, "base": base, **options}
 
-    return Spec(name, build, atol, rows=num_pages + 1)
+    return Spec(name, build, atol, rows=num_pages + 1, tpu=tpu, slow=slow)
 
 
 def _dense(name: str, num_seqs: int, length: int, heads: tuple[int, int, int], **options: Any) -> Spec:
@@ -88,6 +90,14 @@ def _dense(name: str, num_seqs: int, length: int, heads: tuple[int, int, int], *
 
     return Spec(name, build, atol=1e-5)
 
+
+_TPU_LENS = ([1, 13, 1, 20, 5, 1], [7, 0, 130, 6, 148, 0])
+_TPU_MIXED: dict[str, Any] = {
+    "heads": (4, 2, 128), "page": 16, "chunk_size": 16, "num_tokens": 48, "num_seqs": 7, "layers": 2, "layer": 1,
+}  # fmt: skip
+_TPU_128: dict[str, Any] = {"heads": (12, 2, 128), "page": 128}
+_TPU_64: dict[str, Any] = {"heads": (8, 1, 64), "page": 64}
+_SLOW: dict[str, Any] = {"tpu": True, "slow": True}
 
 SPECS = [
     _paged("prefill", [11], [0]),
@@ -118,6 +128,12 @@ SPECS = [
     _paged("values_are_keys", [1, 13, 1, 20], [7, 0, 30, 6], heads=(4, 1, 12), values=False, layers=2, layer=1),
     _paged("values_are_keys_two_heads", [9, 3], [0, 5], values=False, num_tokens=16, num_seqs=3),
     _paged("decode_values_are_keys", [1] * 3, [300, 0, 2], kind="decode", page=16, heads=(4, 1, 12), values=False),
+    _paged("tpu_mixed", *_TPU_LENS, **_TPU_MIXED, tpu=True),
+    _paged("tpu_mixed_head_64_window", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 2, 64)}, sliding_window=70, **_SLOW),
+    _paged("tpu_mixed_head_256_cap", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 4, 256)}, soft_cap=2.0, **_SLOW),
+    _paged("tpu_mixed_bfloat16", *_TPU_LENS, **_TPU_MIXED, dtype="bfloat16", atol=3e-2, **_SLOW),
+    _paged("tpu_decode_page_128", [1] * 3, [300, 0, 127], kind="decode", **_TPU_128, **_SLOW),
+    _paged("tpu_decode_page_64_window", [1] * 3, [300, 0, 127], kind="decode", sliding_window=20, **_TPU_64, **_SLOW),
     _dense("dense", 3, 17, (6, 2, 8)),
     _dense("dense_window_cap", 2, 20, (4, 4, 8), sliding_window=6, soft_cap=2.0),
 ]

@@ -84,7 +84,7 @@ def append(k: Array, v: Array | None, pages: Array, spans: Spans, base: int | Ar
     """
     page_size = pages.shape[1]
     parts = [k] if v is None else [k, v]
-    new = to_words(jnp.stack(parts, axis=2).reshape(-1, len(parts) * k.shape[1], k.shape[2]), pages.dtype)
+    new = to_words(jnp.stack(parts, axis=2).reshape(len(k), -1), pages.dtype)  # [T, W]
     position = spans.positions()
     row = base + spans.page_table[spans.token_seq, position // page_size]
     row = jnp.where(spans.token_valid(), row, pages.shape[0])  # out of range: dropped
@@ -152,7 +152,7 @@ def attend_tile(
     any of the tokens sees to the last.
     """
     tile, heads, dim = q.shape
-    page_size, held_per_head = pages.shape[1], pages.shape[2] // kv_heads  # key and value, or one for both
+    page_size, held_per_head = pages.shape[1], pages.shape[2] // dim // kv_heads  # key and value, or one for both
     per_block = min(max(1, block_tokens // page_size), rows.shape[0])
     block = per_block * page_size
     group = heads // kv_heads

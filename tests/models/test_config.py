@@ -111,11 +111,11 @@ def test_parts_of_every_layer(name: str):
         assert shapes["conv"] == ("slot", (4, 2 * 3 * 16 + 6 * 12), "bfloat16")
         assert shapes["delta"] == ("slot", (6, 16, 12), "float32")
     if name == "kimi_linear":
-        assert shapes["kv"] == ("page", (8, 1, 20 + 4), "bfloat16")
+        assert shapes["kv"] == ("page", (8, 20 + 4), "bfloat16")
     if name == "lfm2":
         assert shapes["conv"] == ("slot", (3, 48), "bfloat16")
     if name == "qwen3":
-        assert shapes["kv"] == ("page", (8, 4, 16), "bfloat16")
+        assert shapes["kv"] == ("page", (8, 4 * 16), "bfloat16")
 
 
 def test_nemotron_spellings_of_the_pattern_agree():
