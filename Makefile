@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long test-gpu-compile check lint types proto bench soak clean
+.PHONY: demo test test-long test-gpu-compile tpu-compile check lint types proto bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,10 @@ demo: $(STAMP)  ## install, start the server on the embedded model, stream an an
 test: $(STAMP)  ## the tests, long ones excepted
 	@command -v chromium >/dev/null || echo "There is no chromium here: the tests of the page are skipped (Debian: apt-get install chromium)."
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+tpu-compile: $(STAMP)  ## compile every TPU kernel for every chip; needs no TPU, but libtpu (213 MB)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tpu]'
+	$(BIN)/python -m pytest tests/kernels_pallas/test_tpu_compiles.py
 
 test-long: $(STAMP)  ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
