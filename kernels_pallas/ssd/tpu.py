@@ -224,7 +224,7 @@ def _chunks(
     blocks, lanes = H // heads, heads * P
     room = -T % tile
     x, dt = jnp.pad(x.reshape(T, L), [(0, room), (0, 0)]), jnp.pad(dt, [(0, room), (0, 0)])
-    B, C = (jnp.pad(a.swapaxes(0, 1), [(0, 0), (0, room), (0, 0)]) for a in (B, C))  # [G, T, N]
+    B, C = (jnp.pad(a.astype(x.dtype).swapaxes(0, 1), [(0, 0), (0, room), (0, 0)]) for a in (B, C))  # [G, T, N]
 
     def tokens(p, b, items, *_):
         return items[0, p], b
