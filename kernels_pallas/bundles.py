@@ -8,7 +8,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-UNITS = ("matrix", "cross_lane", "vector", "pop", "transcendental", "load", "fill", "store", "spill", "scalar")
+UNITS: tuple[str, ...] = (
+    "matrix",
+    "cross_lane",
+    "vector",
+    "pop",
+    "transcendental",
+    "load",
+    "fill",
+    "store",
+    "spill",
+    "scalar",
+)
 CAPACITY_OF = {"fill": "load", "spill": "store"}  # these use the slots of others
 LINE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*(>*)(.*)")
 EXIT_TEST = re.compile(r"scmp\.ge\.s32\.totalorder %s\S+, (\d+) /\* loop exit test")
@@ -33,23 +44,22 @@ class Kernel:
     regions: list[Region]
     capacity: dict[str, int]  # slots of a bundle
 
-    def cycles(self, steps: int, trips: list[int], conditional: bool) -> tuple[int, dict[str, int]]:
+    def cycles(self, steps: int, trips: list[float], conditional: bool) -> tuple[float, dict[str, float]]:
         """Bundles run, and slots used, in `steps` steps of the grid.
 
         The outermost loop is the grid's. `trips` are those of inner loops that the compiler leaves open, in order;
         `conditional` says whether what is conditional is run each time or never.
         """
-        total, used, open_trips = 0, dict.fromkeys(UNITS, 0), iter(trips)
-        counts: list[int] = []  # turns of each loop that the region is in
+        total, used, open_trips = 0.0, dict.fromkeys(UNITS, 0.0), iter(trips)
+        counts: list[float] = []  # turns of each loop that the region is in
         for region in self.regions:
             del counts[region.depth :]
             if region.begins_loop or len(counts) < region.depth:
                 counts = counts[: region.depth - 1]
-                known = region.trips if region.trips is not None else None
-                counts.append(steps if region.depth == 1 else known or next(open_trips, 1))
+                counts.append(steps if region.depth == 1 else region.trips or next(open_trips, 1))
             if region.conditional and not conditional:
                 continue
-            times = 1
+            times = 1.0
             for count in counts:
                 times *= count
             total += region.bundles * times

@@ -57,7 +57,12 @@ def _spans(lens: list[int], first: int, *, page: int = 1, width: int = 1) -> Spa
     seqs = len(lens)
     table = [list(range(s * width, (s + 1) * width)) for s in range(seqs)]
     kind = "decode" if max(lens) == 1 else "ragged"
-    sizes = {"num_tokens": sum(lens), "num_seqs": seqs, "scratch_slot": seqs, "scratch_page": seqs * width}
+    sizes: dict[str, Any] = {
+        "num_tokens": sum(lens),
+        "num_seqs": seqs,
+        "scratch_slot": seqs,
+        "scratch_page": seqs * width,
+    }
     slots = list(range(seqs))
     return make_spans(lens, [first] * seqs, slots, slots, table, table_width=width, kind=kind, **sizes)
 

@@ -44,8 +44,8 @@ def _case(
 _MIXED = ragged([5, 1, 19, 3, 2], [0, 7, 4, 0, 1])
 _BF16 = {"dtype": jnp.bfloat16, "window_dtype": jnp.bfloat16, "atol": 0.05}
 
-_TPU = {"width": 256, "layer": 1, "tpu": True}
-_TPU_SLOW = _TPU | {"slow": True}
+_TPU: dict[str, Any] = {"width": 256, "layer": 1, "tpu": True}
+_TPU_SLOW: dict[str, Any] = _TPU | {"slow": True}
 _TPU_MIXED = ragged(
     [17, 1, 9, 1, 2], [0, 4, 2, 0, 6], 16, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
     snapshots={(0, 8): 5, (1, 1): 6, (2, 1): 7},
