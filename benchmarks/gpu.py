@@ -158,7 +158,7 @@ def time_attention(run: Run, name: str, batch: int) -> dict[str, Any]:
         o, pages = paged_attention(q, kv, kv, pages, step, scale=0.1, implementation=name)
         return pages, o
 
-    pages = jnp.zeros((rows, 16, 2 * kv_heads, dim), jnp.bfloat16)
+    pages = jnp.zeros((rows, 16, 2 * kv_heads * dim), jnp.bfloat16)
     seconds = timed(jax.jit(once, donate_argnums=0), pages, q, kv, step)
     return floors(run, seconds, batch * context * 2 * kv_heads * dim * 2)
 

@@ -8,16 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from jhybrid.errors import ConfigError
-from kernels_pallas import causal_conv, gated_delta, paged_attention, selective_scan, ssd
-from kernels_pallas.chips import chip_of
-from kernels_pallas.target import Target
 
 PREFIX = "JHYBRID_"
 """Of environment variables that are settings of `jhybrid serve`."""
 RESERVED = ("JHYBRID_CACHE_DIR",)
 """Those that every command reads."""
-ATTENTION_OPS = (paged_attention.IMPLEMENTATIONS,)
-SSM_OPS = tuple(op.IMPLEMENTATIONS for op in (causal_conv, gated_delta, selective_scan, ssd))
+IMPLEMENTATIONS = ("auto", "parallel", "reference", "tpu", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 
@@ -79,8 +75,8 @@ class EngineConfig:
     chunk_size: int = 64
     """Tokens of one chunk of the recurrent scans."""
     attention_impl: str = "auto"
-    """Implementation of attention: auto | tpu | xla | reference. auto is the device's own, or xla where that does not
-    support the model; a named one refuses instead."""
+    """Implementation of attention: auto | tpu | xla | parallel | reference. auto is the device's own, or xla where
+    that does not support the model; a named one refuses instead."""
     ssm_impl: str = "auto"
     """The same for the ops with recurrent state: scans, delta rule and convolution."""
     tensor_parallel_size: int = 1
@@ -115,10 +111,9 @@ class EngineConfig:
             raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(DTYPES)}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ConfigError("state_dtype", f"{self.state_dtype!r} is not one of float32, bfloat16")
-        for name, ops in (("attention_impl", ATTENTION_OPS), ("ssm_impl", SSM_OPS)):
-            known = ["auto", *sorted(set().union(*ops))]
-            if getattr(self, name) not in known:
-                raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name in ("attention_impl", "ssm_impl"):
+            if getattr(self, name) not in IMPLEMENTATIONS:
+                raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         if self.memory_fraction is not None and not (_is_share(self.memory_fraction) and self.memory_fraction > 0):
             raise ConfigError("memory_fraction", f"{self.memory_fraction!r} is not in (0, 1]")
         if self.eviction_policy not in ("lru", "flop_aware"):
@@ -187,11 +182,6 @@ class EngineConfig:
             for name, value in asked.items():
                 if value is not None:
                     raise ConfigError(name, f"{value!r} needs host_cache_bytes, through which prefixes pass; set that")
-
-    def target(self, device_kind: str) -> Target:
-        """Where the ops run and with which implementations, on a device of that kind."""
-        attention, ssm = (None if impl == "auto" else impl for impl in (self.attention_impl, self.ssm_impl))
-        return Target(chip_of(device_kind), attention, ssm)
 
     def memory_share(self, platform: str) -> float:
         """Share of free memory to use on a platform ("cpu", "gpu", "tpu")."""

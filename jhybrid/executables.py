@@ -31,6 +31,7 @@ import jhybrid
 import kernels_pallas
 from jhybrid.config import compiler_flags
 from jhybrid.machine import processor
+from kernels_pallas.blocks import FOLDER
 
 log = logging.getLogger("jhybrid")
 
@@ -169,13 +170,16 @@ def _key(name: str, arguments: tuple[Any, ...], donate: tuple[int, ...], facts: 
 
 @functools.cache
 def source_digest() -> str:
-    """Hash of every source file that can have a say in what is compiled."""
+    """Hash of every source file, and of the tuned block sizes, that can have a say in what is compiled."""
     digest = hashlib.sha256(jhybrid.__version__.encode())
     for package in (jhybrid, kernels_pallas):
         root = Path(package.__path__[0])
         for path in sorted(root.rglob("*.py")):
             digest.update(f"\n{path.relative_to(root)}\n".encode())
             digest.update(path.read_bytes())
+    for path in sorted(FOLDER.rglob("*.json")):
+        digest.update(f"\n{path.relative_to(FOLDER)}\n".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

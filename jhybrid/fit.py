@@ -14,6 +14,7 @@ from jhybrid.batch import Bucket, Geometry, Layout, make_buckets
 from jhybrid.cache.arrays import MemoryPlan, abstract_cache, plan_memory, tree_bytes
 from jhybrid.cache.router import Router
 from jhybrid.config import EngineConfig
+from jhybrid.dispatch import target_of
 from jhybrid.models import abstract_params
 from jhybrid.runner import step
 from jhybrid.sampling import init_state
@@ -31,6 +32,7 @@ class Fit:
         self._router, params = Router(parts), abstract_params(self._module)
         self._params = held_params(config, model, self._module, params)
         self._pages_per_seq = -(-choose_max_model_len(config, model) // config.page_size)
+        self._vocab_size = model.vocab_size
         self._sampler = jax.eval_shape(partial(init_state, config.max_num_seqs, model.vocab_size))
         self.num_parameters = sum(a.size for a in jax.tree.leaves(params))
         self.buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
@@ -68,6 +70,7 @@ class Fit:
             scratch_page=plan.num_pages,
             scratch_row=config.max_num_seqs,
             chunk_size=config.chunk_size,
+            target=target_of(config, self.gpu.kind),
             first_snapshot=plan.num_slots,
             has_snapshots=plan.num_snapshots > 0,
             has_staging=plan.num_staged > 0,
@@ -79,6 +82,7 @@ class Fit:
             self._sampler,
             jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
             jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
+            jax.ShapeDtypeStruct((bucket.seqs, -(-self._vocab_size // 32)), jnp.uint32),
         )
         run = jax.jit(partial(step, self._module, layout), donate_argnums=(1, 2))
         return run.lower(*self.gpu.place(arguments)).compile()

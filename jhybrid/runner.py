@@ -21,6 +21,7 @@ from jhybrid.cache.router import Cache, Router
 from jhybrid.cache.snapshots import SnapshotDtype, Store, bytes_per_snapshot
 from jhybrid.cache.tiers.copies import Copies, Outgoing, Staged, bytes_of_copies, pages_per_copy
 from jhybrid.cache.tiers.form import Blob, Form
+from jhybrid.dispatch import refusals
 from jhybrid.errors import MissingBucketError
 from jhybrid.executables import Executables
 from jhybrid.sampling import SamplerState, init_state, sample, set_row, token_logprobs
@@ -245,14 +246,15 @@ class Runner:
             jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
             jax.ShapeDtypeStruct(self._mask_shape(bucket), jnp.uint32),
         )
-        self._executables[bucket] = self.executables.get(
-            f"step {bucket}",
-            partial(step, self.module, layout),
-            (params, cache, sampler, *vectors),
-            donate=(1, 2),
-            result=(cache, sampler, StepOutput(*StepOutput._fields)),  # pyright: ignore[reportArgumentType]
-            facts=(type(self.module), self.module, layout, self.router.arrays),
-        )
+        with refusals(self._target):
+            self._executables[bucket] = self.executables.get(
+                f"step {bucket}",
+                partial(step, self.module, layout),
+                (params, cache, sampler, *vectors),
+                donate=(1, 2),
+                result=(cache, sampler, StepOutput(*StepOutput._fields)),  # pyright: ignore[reportArgumentType]
+                facts=(type(self.module), self.module, layout, self.router.arrays),
+            )
         self.bucket_seconds[bucket] = time.perf_counter() - start
         self._startup.compiled(len(self._executables), len(self.buckets))
 

@@ -1,6 +1,7 @@
 """Dependencies point one way: jhybrid_server -> jhybrid -> kernels_pallas -> jax."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def test_ops_depend_on_jax_alone():
     allowed = {"jax", "numpy", "kernels_pallas", "libtpu"} | sys.stdlib_module_names
     for file in FOLDERS["kernels_pallas"].rglob("*.py"):
         assert {name.split(".")[0] for name in imports(file)} <= allowed, file
+
+
+def test_a_client_needs_no_jax():
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys, jhybrid, jhybrid.config; print('jax' in sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == "False"
 
 
 def test_families_do_not_import_each_other():

@@ -24,7 +24,8 @@ def fingerprint(config: EngineConfig, model: "Model", executables: Executables) 
     """
     digest = hashlib.sha256()
     told = (jhybrid.__version__, jax.default_backend(), model.architecture, model.config, model.dtype, config.page_size)
-    for fact in (*told, sorted(model.router.arrays.items()), config.snapshot_dtype, config.chunk_size):
+    told += (config.snapshot_dtype, config.chunk_size, config.attention_impl, config.ssm_impl)
+    for fact in (*told, sorted(model.router.arrays.items())):
         digest.update(repr(fact).encode() + b"\n")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model.params)
     hashes = executables.get("fingerprint", hash_of_tree, (shapes,), result=shapes)(model.params)

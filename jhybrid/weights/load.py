@@ -20,6 +20,7 @@ from jhybrid.cache.router import Part, Router
 from jhybrid.cache.tiers.tiers import TierConfig, Tiers
 from jhybrid.cache.tuning import Tuner
 from jhybrid.config import EngineConfig
+from jhybrid.dispatch import target_of
 from jhybrid.errors import ConfigError
 from jhybrid.executables import Executables
 from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, quantisable_params, read_config
@@ -233,7 +234,7 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked
         pages_per_seq=-(-model.max_model_len // config.page_size),
         num_pages=config.num_pages,
         chunk_size=config.chunk_size,
-        target=config.target(jax.devices()[0].device_kind),
+        target=target_of(config, jax.devices()[0].device_kind),
         memory_fraction=config.memory_share(jax.default_backend()),
         executables=Executables(config.compilation_cache()),
         startup=startup,

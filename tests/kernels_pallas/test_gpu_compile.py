@@ -78,7 +78,7 @@ def _op(name: str, kind: Kind, implementation: str) -> tuple[Any, Shape, int]:
             (half(n, 4096), full(n, 4096), full(4096, 16), half(n, 16), half(n, 16), full(4096)),
         ),
         "paged_attention": (
-            half(LAYERS * 8192, 16, 4, 128),
+            half(LAYERS * 8192, 16, 4 * 128),
             lambda q, h, a, s, base: paged_attention(
                 q, a[0] + q[:, :2], a[1], h, s, scale=0.1, base=base, implementation=implementation
             ),

@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from kernels_pallas import causal_conv, implementations, ssd
+from jhybrid.config import IMPLEMENTATIONS, EngineConfig
+from jhybrid.dispatch import refusals, target_of
+from jhybrid.errors import ConfigError
+from kernels_pallas import causal_conv, gated_delta, implementations, paged_attention, selective_scan, ssd
 from kernels_pallas.chips import CHIPS, chip_of
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd.specs import SPECS
@@ -56,6 +59,20 @@ def test_forcing_the_scan_forces_the_convolution() -> None:
     x, weight, window = np.zeros((4, 12), np.float32), np.zeros((12, 4), np.float32), np.zeros((9, 4, 12), np.float32)
     with pytest.raises(NotImplementedError, match="channels a multiple of 128"):
         causal_conv.causal_conv(x, weight, None, window, _on(spans, ssm="tpu"))
+
+
+def test_settings_name_what_there_is() -> None:
+    names = {
+        name for op in (causal_conv, gated_delta, paged_attention, selective_scan, ssd) for name in op.IMPLEMENTATIONS
+    }
+    assert {"auto", *names} == set(IMPLEMENTATIONS)
+
+
+def test_what_was_asked_for_and_is_refused_is_an_error_of_the_settings() -> None:
+    (*inputs, spans), kwargs = _arguments()
+    target = target_of(EngineConfig(ssm_impl="tpu"), "cpu")
+    with pytest.raises(ConfigError, match=r"^ssm_impl: 'tpu': .* need a chip .*; use auto"), refusals(target):
+        ssd.ssd(*inputs, replace(spans, target=target), **kwargs)
 
 
 def test_chips_are_known_by_what_devices_call_themselves() -> None:

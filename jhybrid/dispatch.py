@@ -1,0 +1,29 @@
+"""Dispatch: which implementations of the ops a device and the settings ask for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jhybrid.config import EngineConfig
+from jhybrid.errors import ConfigError
+from kernels_pallas.chips import chip_of
+from kernels_pallas.target import Target
+
+
+def target_of(config: EngineConfig, device_kind: str) -> Target:
+    """Where the ops of a step run and with which implementations, on a device of that kind."""
+    attention, ssm = (None if impl == "auto" else impl for impl in (config.attention_impl, config.ssm_impl))
+    return Target(chip_of(device_kind), attention, ssm)
+
+
+@contextmanager
+def refusals(target: Target) -> Iterator[None]:
+    """An implementation that was asked for by name and does not take the model, or the device, is a ConfigError."""
+    try:
+        yield
+    except NotImplementedError as error:
+        asked = {"attention_impl": target.attention, "ssm_impl": target.ssm}
+        named = {name: impl for name, impl in asked.items() if impl is not None}
+        if not named:
+            raise
+        values = ", ".join(map(repr, named.values()))
+        raise ConfigError(" or ".join(named), f"{values}: {error}; use auto") from error
