@@ -62,10 +62,9 @@ def test_forcing_the_scan_forces_the_convolution() -> None:
 
 
 def test_settings_name_what_there_is() -> None:
-    names = {
-        name for op in (causal_conv, gated_delta, paged_attention, selective_scan, ssd) for name in op.IMPLEMENTATIONS
-    }
-    assert {"auto", *names} == set(IMPLEMENTATIONS)
+    ops = (causal_conv, gated_delta, paged_attention, selective_scan, ssd)
+    names = set().union(*(op.IMPLEMENTATIONS for op in ops))
+    assert {"auto", *names} - {"xla_wy"} == set(IMPLEMENTATIONS)  # xla_wy: xla elsewhere than on CPU, for its tests
 
 
 def test_what_was_asked_for_and_is_refused_is_an_error_of_the_settings() -> None:
