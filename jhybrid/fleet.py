@@ -5,6 +5,7 @@ taken twice. This process never touches an accelerator: on the cluster's head, a
 """
 
 import logging
+import math
 import os
 import pickle
 from collections import Counter
@@ -73,14 +74,20 @@ class RayOptions:
             own.setdefault("TPU", float(devices))
         return {name: amount for name, amount in ({"CPU": self.actor_cpus, "GPU": gpus} | own).items() if amount}
 
-    def engines(self, cluster: dict[str, float], machines: int, demand: dict[str, float]) -> int:
-        """How many engines to start."""
+    def engines(self, machines: Sequence[dict[str, float]], demand: dict[str, float]) -> int:
+        """How many engines to start on machines that have these resources each."""
         if self.num_actors is not None:
             return self.num_actors
-        for name in ("GPU", "TPU"):
-            if name in demand:
-                return max(1, int(cluster.get(name, 0) // demand[name]))
-        return max(1, machines)
+        accelerators = {name: amount for name, amount in demand.items() if name in ("GPU", "TPU")}
+        return max(1, int(room_for(accelerators, machines)) if accelerators else len(machines))
+
+
+def room_for(demand: dict[str, float], machines: Sequence[dict[str, float]]) -> float:
+    """How many engines the machines have room for, none of which can be on two of them."""
+    if not demand:
+        return math.inf
+    spare = 1e-6  # 1.0 holds ten of 0.1
+    return sum(min(int(own.get(name, 0) / amount + spare) for name, amount in demand.items()) for own in machines)
 
 
 class Fleet:
@@ -101,25 +108,23 @@ class Fleet:
                 raise ConfigError("ray_address", f"{options.ray_address!r} cannot be reached: {error}") from error
         cluster: dict[str, float] = {**ray.cluster_resources()}
         self.demand = options.demand(cluster, devices)
-        self.num_engines = options.engines(cluster, sum(node["Alive"] for node in ray.nodes()), self.demand)
-        self._check(cluster)
-
-    def _check(self, cluster: dict[str, float]) -> None:
-        for name, amount in self.demand.items():
-            there = cluster.get(name, 0.0)
-            if amount * self.num_engines > there:
-                self.close()
-                raise ConfigError(
-                    "num_actors",
-                    f"{self.num_engines} of {amount:g} {name} each, and the cluster has {there:g} {name}; "
-                    "lower it or what each takes, or add machines",
-                )
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.num_engines = options.engines(machines, self.demand)
+        if self.num_engines > (room := room_for(self.demand, machines)):
+            self.close()
+            each = " and ".join(f"{amount:g} {name}" for name, amount in self.demand.items())
+            there = ", ".join(f"{cluster.get(name, 0):g} {name}" for name in self.demand)
+            raise ConfigError(
+                "num_actors",
+                f"{self.num_engines} of {each} each, and the cluster's machines have room for {room} ({there} in all); "
+                "lower it or what each takes, or add machines",
+            )
 
     def map(self, build: Callable[[], Work], pieces: Sequence[Any]) -> Iterator[Any]:
         """Answers to the pieces, in their order, as they come: `build()(piece)`, built once in each actor.
 
-        Both `build` and the pieces are pickled. Raises JhybridError with what an actor's work raised of that kind, and
-        if a piece is lost again and again.
+        Both `build` and the pieces are pickled. Raises JhybridError with what an actor's `build` or work raised, and if
+        a piece is lost again and again.
         """
         import ray
         import ray.data
@@ -197,8 +202,8 @@ class Actor:
         self._fault: str | None = None
         try:
             self._work = build()
-        except JhybridError as error:  # Ray would start it again for ever
-            self._fault = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, Ray would start the actor again for ever
+            self._fault = _described(error)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         import ray
@@ -213,6 +218,14 @@ class Actor:
             except EngineDeadError as error:
                 log.error("the engine is dead, and its actor goes with it", exc_info=error)
                 os._exit(70)  # the piece goes to another engine
-            except JhybridError as error:
-                fault = str(error)
+            except Exception as error:  # noqa: BLE001 - Ray Data would tell of it without its cause
+                fault = _described(error)
         return {"number": row["number"], "answer": pickle.dumps((answer, fault))}
+
+
+def _described(error: Exception) -> str:
+    """An error as the run's own process tells it; the actor's log has where it came from, if it was none of ours."""
+    if isinstance(error, JhybridError):
+        return str(error)
+    log.error("an engine's work failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from jhybrid.engine import Engine
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, StepError
 from jhybrid.evaluate.engines import EngineFleet, OneEngine
 from jhybrid.evaluate.respondent import Respondent
-from jhybrid.fleet import Fleet, RayOptions
+from jhybrid.fleet import Fleet, RayOptions, room_for
 from jhybrid_server.batch_file import Summary, run_batch
 from tests.evaluate.toy_text import LetterTokenizer, text_engine
 
@@ -142,8 +142,18 @@ def faulty(piece: int) -> int:
     return piece
 
 
+def odd(piece: int) -> int:
+    if piece == 3:
+        raise ValueError("nobody foresaw this")
+    return piece
+
+
 def no_engine() -> Engine:
     raise ConfigError("model", "'x' is no directory")
+
+
+def no_device() -> Engine:
+    raise RuntimeError("the device is busy")
 
 
 @pytest.mark.slow
@@ -158,12 +168,16 @@ def test_work_that_cannot_be_done_is_given_up_with_its_cause(cluster: None):
             list(many.map(partial(partial, faulty), list(range(5))))
         with pytest.raises(JhybridError, match="model: 'x' is no directory"):
             list(many.map(no_engine, [1]))
+        with pytest.raises(JhybridError, match="ValueError: nobody foresaw this"):
+            list(many.map(partial(partial, odd), list(range(5))))
+        with pytest.raises(JhybridError, match="RuntimeError: the device is busy"):
+            list(many.map(no_device, [1]))
 
 
 def test_more_engines_than_the_cluster_has_room_for_are_refused(cluster: None):
-    with pytest.raises(ConfigError, match=r"num_actors: 4 of 1 CPU each, and the cluster has 3 CPU"):
+    with pytest.raises(ConfigError, match=r"num_actors: 4 of 1 CPU each, .* room for 3 \(3 CPU in all\)"):
         Fleet(RayOptions(ray=True, num_actors=4))
-    with pytest.raises(ConfigError, match=r"num_actors: 1 of 1 GPU each, and the cluster has 0 GPU"):
+    with pytest.raises(ConfigError, match=r"num_actors: 1 of 1 CPU and 1 GPU each, .* room for 0 \(3 CPU, 0 GPU"):
         Fleet(RayOptions(ray=True, actor_gpus=1))
 
 
@@ -173,10 +187,19 @@ def test_what_an_engine_takes_and_how_many_there_are():
     assert auto.demand(cpu, 2) == {"CPU": 1}
     assert auto.demand(gpu, 2) == {"CPU": 1, "GPU": 2}
     assert auto.demand(tpu, 4) == {"CPU": 1, "TPU": 4}
-    assert [auto.engines(c, 5, auto.demand(c, 4)) for c in (cpu, gpu, tpu)] == [5, 2, 4]
+    assert [auto.engines([c] * 5, auto.demand(c, 4)) for c in (cpu, gpu, tpu)] == [5, 10, 20]
     own = RayOptions(ray=True, num_actors=3, actor_cpus=0, actor_gpus=0.5, actor_resources=("slice=1",))
     assert own.demand(gpu, 4) == {"GPU": 0.5, "slice": 1}
-    assert own.engines(gpu, 1, own.demand(gpu, 4)) == 3
+    assert own.engines([gpu], own.demand(gpu, 4)) == 3
+
+
+def test_an_engine_is_on_one_machine():
+    four = {"CPU": 8.0, "GPU": 4.0}
+    assert room_for({"GPU": 8}, [four, four]) == 0
+    assert room_for({"GPU": 3}, [four, four]) == 2
+    assert room_for({"CPU": 1, "GPU": 0.5}, [four, {"CPU": 2.0}]) == 8
+    assert room_for({"CPU": 0.1}, [{"CPU": 1.0}]) == 10
+    assert room_for({}, [four]) > 100
 
 
 @pytest.mark.parametrize(
