@@ -3,7 +3,7 @@
 import hashlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,9 +29,15 @@ def prefix(stem: int, pages: int) -> list[Digest]:
     return extend(root(FINGERPRINT, None), [f"{stem} {at}".encode() for at in range(pages)])
 
 
-def tier(folder: str, budget: int = 1 << 30, fingerprint: bytes = FINGERPRINT, **options: bool) -> DiskTier:
+def tier(
+    folder: str,
+    budget: int = 1 << 30,
+    fingerprint: bytes = FINGERPRINT,
+    blobs: Callable[[Sequence[Name]], list[Blob | None]] = blobs_of,
+    **options: bool,
+) -> DiskTier:
     options = {"has_pages": True, "has_states": True} | options
-    return DiskTier(f"file://{folder}/", budget, fingerprint, blobs_of, **options)
+    return DiskTier(f"file://{folder}/", budget, fingerprint, blobs, **options)
 
 
 if __name__ == "__main__":

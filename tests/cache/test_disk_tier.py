@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 from jhybrid.cache.tiers import counts
 from jhybrid.cache.tiers.disk import Corrupt, DiskTier, Gone
+from jhybrid.cache.tiers.form import Blob
 from jhybrid.cache.tiers.host import Name
 
 from .disk_writer import FINGERPRINT, PAGE, STATE, blob_of, prefix, tier
@@ -193,7 +194,7 @@ def test_two_engines_see_what_the_other_wrote_and_gave_up(tmp_path: Path):
 def test_data_that_no_manifest_names_go_at_the_second_look(tmp_path: Path):
     with opened(tmp_path) as one:
         written(one, (1, 20))
-        stray = data(tmp_path, ".state.")[0].with_name("ab.state.77")
+        stray = data(tmp_path, ".state.")[0].with_name("ab.state.cd.77")
         stray.write_bytes(b"x" * 77)
         before = one.status()["bytes"]
         one.look()
@@ -214,6 +215,49 @@ def test_a_forgotten_page_takes_all_that_goes_on_from_it_along(tmp_path: Path):
         one._delete_doomed()
     with opened(tmp_path) as again:
         assert again.deepest(prefix(1, 36)) == 10
+
+
+@pytest.mark.parametrize("give_up", [lambda one: one.forget(prefix(1, 15)[-1]), DiskTier.clear])
+def test_what_was_forgotten_is_not_found_again(tmp_path: Path, give_up: Callable[[DiskTier], None]):
+    with opened(tmp_path) as one:
+        written(one, (1, 20))
+        give_up(one)
+        one.look()
+        assert one.deepest(prefix(1, 20)) == 0
+    with opened(tmp_path) as again:
+        written(again, (1, 20))
+        give_up(again)  # and closed before the thread's next round
+    with opened(tmp_path) as last:
+        assert last.deepest(prefix(1, 20)) == 0
+        assert size_of(tmp_path) == last.status()["bytes"] == 0
+
+
+def test_engines_whose_last_bits_differ_do_not_spoil_each_others_prefixes(tmp_path: Path):
+    def other_bits(names: Sequence[Name]) -> list[Blob | None]:
+        return [blob_of(name) ^ np.uint8(1) for name in names]
+
+    with opened(tmp_path) as one, opened(tmp_path, blobs=other_bits) as other:
+        written(one, (1, 20))
+        written(other, (1, 25), (1, 20))
+        check(one, 1, 20)
+        blobs, _ = other.read(prefix(1, 25), 3, has_pages=True, has_state=True, patience=PATIENCE)
+        np.testing.assert_array_equal(blobs[0], blob_of(Name(prefix(1, 25)[3], "kv")) ^ np.uint8(1))
+        other.look()
+        one.look()
+        check(one, 1, 20)
+    with opened(tmp_path) as again:
+        for pages in (20, 25):
+            again.read(prefix(1, pages), 0, has_pages=True, has_state=True, patience=PATIENCE)
+
+
+def test_files_that_are_not_ours_are_left_alone(tmp_path: Path):
+    with opened(tmp_path) as one:
+        written(one, (1, 20))
+    [stray] = [path.with_name("notes.txt") for path in data(tmp_path, "prefixes/")]
+    stray.write_text("mine")
+    with opened(tmp_path) as again:
+        check(again, 1, 20)
+        assert again.counts.failures == 0 and stray.exists()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no space left"), PermissionError("denied"), ValueError("UNAVAILABLE")])

@@ -3,14 +3,16 @@
 The store is TensorStore's (`file:///...`, `gs://...`, `s3://...`). Below a folder named by the model's fingerprint,
 keys and values lie in blocks of BLOCK pages, a prefix's last block is shorter, and a state lies by itself:
 
-    data/<digest of its last page>.kv<pages>.<bytes>
-    data/<digest>.state.<bytes>
+    data/<digest of its last page>.kv<pages>.<hash of the data>.<bytes>
+    data/<digest>.state.<hash>.<bytes>
     prefixes/<digest>           the manifest: which of these make up the prefix, their hashes, and the pages' digests
 
 A prefix is published by its manifest, which is written last; each of these writes is atomic in the store. What is read
-is compared with its hash, and the manifest with its own. So two engines may share a folder, and one may be killed at
-any moment: what is not whole is not there, and data that no manifest names are removed when two looks in a row have
-found them. The budget is each model's own; an engine counts what other engines wrote when it looks, every LOOK seconds.
+is compared with its hash, and the manifest with its own. Two engines that compute the same prefix in other steps get
+other last bits, so names tell the hash, and neither writes over what the other's manifest names. So two engines may
+share a folder, and one may be killed at any moment: what is not whole is not there, and data that no manifest names
+are removed when two looks in a row have found them. The budget is each model's own; an engine counts what other engines
+wrote when it looks, every LOOK seconds.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ import hashlib
 import json
 import logging
 import queue
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -42,7 +45,10 @@ LOOK = 30.0  # seconds between two looks at what other engines do
 SIDE_BY_SIDE = 256  # manifests that are read at a time
 PATIENCE = 20.0  # seconds that one operation of the store may take
 QUEUE = 64  # prefixes that wait to be written
-SHORT = 16  # bytes of a page's digest in a manifest
+SHORT = 16  # bytes of a page's digest in a manifest, and of a hash in a name
+
+
+MANIFEST = re.compile(r"prefixes/[0-9a-f]{64}")  # other names are not ours
 
 
 class Corrupt(Exception):
@@ -66,6 +72,11 @@ class Piece:
     @property
     def is_state(self) -> bool:
         return self.start == self.end
+
+    @property
+    def stem(self) -> str:
+        """The key without what depends on the data: which part of which prefix it is."""
+        return self.key.rsplit(".", 2)[0]
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,7 @@ class DiskTier:
         self._references: Counter[str] = Counter()  # key -> manifests that name it
         self._sizes: dict[str, int] = {}  # key -> bytes, of all data
         self._within: dict[str, Digest] = {}  # page -> a prefix that it is part of
-        self._pieces: dict[str, Piece] = {}  # stem -> piece, of those that manifests name
+        self._pieces: dict[str, Piece] = {}  # stem -> one such piece, of those that manifests name
         self._bytes = 0
         self._orphans: set[str] = set()  # data that no manifest named at the last look
         self._doomed: list[str] = []  # keys to be deleted by the thread
@@ -265,9 +276,10 @@ class DiskTier:
         if not self.writes.is_in:
             self.counts.add(dropped=1)
             return
-        self._idle.clear()
         try:
-            self._jobs.put_nowait(job)
+            with self._lock:
+                self._jobs.put_nowait(job)
+                self._idle.clear()
         except queue.Full:
             self.counts.add(dropped=1)
 
@@ -292,13 +304,15 @@ class DiskTier:
                     self._guarded(self.look)
                 continue
             if job is None:
+                self._guarded(self._delete_doomed)
                 return
             if self.writes.is_in:
                 self._guarded(lambda job=job: self._write(job))
             else:
                 self.counts.add(dropped=1)
-            if self._jobs.empty():
-                self._idle.set()
+            with self._lock:
+                if self._jobs.empty():
+                    self._idle.set()
 
     def _guarded(self, work: Callable[[], bool]) -> None:
         """Do something that says whether it has written. What goes wrong with it is counted, and no more."""
@@ -348,7 +362,7 @@ class DiskTier:
             last = job.digests[end - 1].hex()
             stem = f"data/{last}.state" if start == end else f"data/{last}.kv{end - start}"
             with self._lock:
-                piece = self._pieces.get(stem)  # what is named alike is alike
+                piece = self._pieces.get(stem)  # by whatever steps it was computed, it will do
                 if piece is not None:
                     self._hold(piece)
             if piece is None:
@@ -357,7 +371,8 @@ class DiskTier:
                 value = b"".join(blob.data for blob in blobs if blob is not None)
                 if any(blob is None for blob in blobs) or not self._make_room(len(value)):
                     return None
-                piece = Piece(f"{stem}.{len(value)}", start, end, len(value), hashlib.sha256(value).hexdigest())
+                sha256 = hashlib.sha256(value).hexdigest()
+                piece = Piece(f"{stem}.{sha256[: 2 * SHORT]}.{len(value)}", start, end, len(value), sha256)
                 with self._lock:
                     self._hold(piece)
                 pieces.append(piece)
@@ -379,7 +394,8 @@ class DiskTier:
         self._references[piece.key] -= 1
         if not self._references[piece.key]:
             del self._references[piece.key]
-            self._pieces.pop(piece.key.rpartition(".")[0], None)
+            if self._pieces.get(piece.stem) == piece:
+                del self._pieces[piece.stem]
             self._doom(piece.key)
 
     def _doom(self, key: str) -> None:
@@ -396,7 +412,7 @@ class DiskTier:
             self._within.setdefault(page, manifest.digest)
         for piece in manifest.pieces:
             self._hold(piece)
-            self._pieces[piece.key.rpartition(".")[0]] = piece
+            self._pieces[piece.stem] = piece
 
     def _remove(self, digest: Digest) -> None:
         """Take a prefix out of the index and, the manifest first, out of the store."""
@@ -445,8 +461,9 @@ class DiskTier:
         self._looked_at = time.monotonic()
         with self._lock:
             known, age = set(self._prefixes), self._age
+        self._delete_doomed()  # lest what was given up be found there and taken in again
         keys = self.store.keys()
-        manifests = {bytes.fromhex(key.removeprefix("prefixes/")): key for key in keys if key.startswith("prefixes/")}
+        manifests = {bytes.fromhex(key.removeprefix("prefixes/")): key for key in keys if MANIFEST.fullmatch(key)}
         new = [digest for digest in manifests if digest not in known]
         values = self.store.read_each([manifests[digest] for digest in new])
         found = [
@@ -459,8 +476,10 @@ class DiskTier:
                 return False
             for digest in known - set(manifests):
                 self._remove(digest)
+            doomed = set(self._doomed)
             for manifest, size in sorted((f for f in found if f is not None), key=lambda f: f[0].written):
-                self._add(manifest, size)
+                if manifest.key not in doomed:
+                    self._add(manifest, size)
             orphans = {key for key in keys if key.startswith("data/") and key not in self._references}
             for key in orphans:
                 if key not in self._sizes:
