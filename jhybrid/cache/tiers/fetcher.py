@@ -15,6 +15,10 @@ from jhybrid.cache.tiers.host import Entry, HostTier, Name
 TRIES = 2  # fetches for one sequence
 
 
+class Crowded(TimeoutError):
+    """Other prefixes on their way took the time that a fetch had: the device's doing, no tier's."""
+
+
 class Fetch:
     """A prefix on its way to the device: pages [first, depth) and the state at its end.
 
@@ -28,6 +32,7 @@ class Fetch:
         self.deadline = deadline
         self.users = 0
         self.is_told = False  # its failure has been counted
+        self.is_reading = False  # the entries are being collected
         self.is_void = False  # what it brings was found to be wrong, or was to be forgotten
         self.is_left = self.has_room = False  # by the last user; on the device
         self.future: Future[Staged] | None = None
@@ -130,9 +135,15 @@ class Fetcher:
     # in the threads
 
     def _run(self, fetch: Fetch) -> Staged:
-        pages, state = self._collect(fetch)
+        if time.monotonic() >= fetch.deadline:
+            raise Crowded("too many prefixes were being fetched")
+        fetch.is_reading = True
+        try:
+            pages, state = self._collect(fetch)
+        finally:
+            fetch.is_reading = False
         if not self._room.acquire(timeout=max(0.0, fetch.deadline - time.monotonic())):
-            raise TimeoutError("too many prefixes were on their way to the device")
+            raise Crowded("too many prefixes were on their way to the device")
         started = time.perf_counter()
         try:
             staged = self._stage(pages, state)
@@ -196,5 +207,5 @@ def failure(error: BaseException) -> tuple[MissCause, bool]:
     if isinstance(error, Gone):
         return "gone", False
     if isinstance(error, TimeoutError):
-        return "timeout", True
+        return "timeout", not isinstance(error, Crowded)
     return ("corrupt" if isinstance(error, Corrupt) else "failed"), True

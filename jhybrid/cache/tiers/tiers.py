@@ -11,7 +11,7 @@ from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.tiers.chain import Digest, extend, root
 from jhybrid.cache.tiers.copies import Outgoing, Staged
 from jhybrid.cache.tiers.disk import DiskTier, Gone
-from jhybrid.cache.tiers.fetcher import TRIES, Fetch, Fetcher, failure
+from jhybrid.cache.tiers.fetcher import TRIES, Crowded, Fetch, Fetcher, failure
 from jhybrid.cache.tiers.form import Blob, Form
 from jhybrid.cache.tiers.host import HostTier
 from jhybrid.cache.tiers.saver import Saver
@@ -129,7 +129,8 @@ class Tiers:
         if fetch.is_void:
             return self._give_up(sequence, Gone("it was to be forgotten"))
         if fetch.is_under_way:
-            return self._give_up(sequence, TimeoutError("a fetch took longer than cache_load_timeout"))
+            late = TimeoutError if fetch.is_reading else Crowded
+            return self._give_up(sequence, late("a fetch took longer than cache_load_timeout"))
         assert fetch.future is not None
         error = fetch.future.exception()
         if error is not None:
