@@ -38,6 +38,8 @@ MAX_SIZE = 50_000
 second and a mask some tens of milliseconds; what needs more is refused or fails."""
 SCHEMA_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace between tokens of JSON is free, but not without end: models can lose themselves in it."""
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_BOUND = 2**53
 SEARCH_SECONDS = 0.2
 """How long the place of a fault is looked for in a schema."""
 GAP = r"/[ \n\r\t]{0,8}/"
@@ -261,6 +263,7 @@ def _source(kind: str, text: Any) -> str:
         if kind in ("json", "json_object"):
             schema = text if kind == "json" else '{"type": "object"}'
             _check_size(kind, schema_size(json.loads(schema)))
+            _check_bounds(kind, json.loads(schema))
             return LLMatcher.grammar_from_json_schema(schema, defaults=SCHEMA_OPTIONS)  # pyright: ignore[reportArgumentType]
         if kind == "regex":
             _check_size(kind, regex_size(text))
@@ -269,6 +272,8 @@ def _source(kind: str, text: Any) -> str:
             lark = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in text)
             return LLMatcher.grammar_from_lark(lark)
         lark = any_to_lark(text)
+        for embedded in lark.split("%json")[1:]:
+            _check_bounds(kind, json.JSONDecoder().raw_decode(embedded.lstrip())[0])
         _check_size(kind, lark_size(lark))
         return LLMatcher.grammar_from_lark(lark)
     except RequestError:
@@ -281,6 +286,24 @@ def _check_size(kind: str, size: int) -> None:
     if size > MAX_SIZE:
         field = f"structured_outputs.{kind}"
         raise RequestError(field, f"repetitions written out have {size} characters, at most {MAX_SIZE} allowed")
+
+
+def _check_bounds(kind: str, schema: Any) -> None:
+    """Refuse bounds of numbers that llguidance rounds, or overflows its stack on."""
+    left = [("", schema)]
+    while left:
+        path, part = left.pop()
+        if isinstance(part, dict):
+            for key, value in part.items():
+                if key in BOUNDS and isinstance(value, int | float) and abs(value) > MAX_BOUND:
+                    where = f"at {path[1:]}: " if path else ""
+                    raise RequestError(
+                        f"structured_outputs.{kind}",
+                        f"{where}{key} {value} is not in [-2^53, 2^53], where numbers are exact; leave it out or narrow it",
+                    )
+                left.append((f"{path}.{key}", value))
+        elif isinstance(part, list):
+            left += [(f"{path}[{at}]", each) for at, each in enumerate(part)]
 
 
 def _cause(matcher: LLMatcher) -> str:

@@ -347,6 +347,16 @@ REFUSED: dict[str, tuple[StructuredOutputs, str, str]] = {
         "structured_outputs.grammar",
         "written out",
     ),
+    "bounds": (  # llguidance overflows its stack on these, and rounds others
+        StructuredOutputs(json={"properties": {"a": {"type": "integer", "minimum": -1e30, "maximum": -1e30}}}),
+        "structured_outputs.json",
+        "at properties.a: minimum -1e+30 is not in",
+    ),
+    "embedded bounds": (
+        StructuredOutputs(grammar='start: %json {"type": "integer", "minimum": 9007199254740993}'),
+        "structured_outputs.grammar",
+        "minimum 9007199254740993 is not in",
+    ),
     "wide": (StructuredOutputs(json={"enum": ["x" * i for i in range(1000)]}), "structured_outputs.json", "at most"),
     "deep": (StructuredOutputs(json="[" * 100_000), "structured_outputs.json", "nested too deeply"),
     "reasoning": (StructuredOutputs(regex="a", reasoning=3), "structured_outputs.reasoning", "Reasoning"),  # pyright: ignore[reportArgumentType]
