@@ -299,7 +299,7 @@ def _check_bounds(kind: str, schema: Any) -> None:
                     where = f"at {path[1:]}: " if path else ""
                     raise RequestError(
                         f"structured_outputs.{kind}",
-                        f"{where}{key} {value} is not in [-2^53, 2^53], where numbers are exact; leave it out or narrow it",
+                        f"{where}{key} {value} is not in [-2^53, 2^53], where numbers are exact; narrow it",
                     )
                 left.append((f"{path}.{key}", value))
         elif isinstance(part, list):
