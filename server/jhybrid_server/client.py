@@ -5,9 +5,9 @@ What the server refuses is raised here as the error that the engine itself would
 """
 
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,7 +18,9 @@ from jhybrid.request import Completion, Delta, Output, Request, SamplingParams
 from jhybrid_server import wire
 from jhybrid_server.scoring import ContinuationScore, Question
 from jhybrid_server.statuses import error_of
+from jhybrid_server.talk import ChatDelta, Choice
 from jhybrid_server.tls import ClientTls
+from jhybrid_server.tool_formats import Tool, ToolCall
 from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1 import inference_pb2_grpc as services
@@ -33,6 +35,18 @@ OPTIONS = (
 UNARY_SECONDS = 30.0  # deadline of calls that answer at once
 
 
+AnyDelta = TypeVar("AnyDelta", bound=Delta)
+
+
+class AssistantMessage(TypedDict):
+    """What a chat's answer says, in the form in which a conversation takes it in."""
+
+    role: str
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+
+
 @dataclass(frozen=True)
 class Answer:
     """A finished call."""
@@ -40,20 +54,24 @@ class Answer:
     output: Output
     usage: Usage
     timing: Timing
+    messages: list[AssistantMessage] = field(default_factory=list)
+    """Of a chat, one for each answer."""
 
 
-class _Collected:
+class _Collected(Generic[AnyDelta]):
     """What a call's messages add up to; the two kinds of stream share it."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, read: Callable[[pb.GenerateResponse], AnyDelta]):
         self.usage: Usage | None = None
         """Set with the last delta."""
         self.timing: Timing | None = None
         """Set with the last delta."""
         self._output = Output("", list(request.prompt_token_ids or ()), [])
+        self._read = read
+        self._messages: list[AssistantMessage] = []
 
-    def take(self, message: pb.GenerateResponse) -> Delta:
-        delta = wire.delta_from_wire(message)
+    def take(self, message: pb.GenerateResponse) -> AnyDelta:
+        delta = self._read(message)
         if message.HasField("usage"):
             self.usage = wire.usage_from_wire(message.usage)
             self.timing = wire.timing_from_wire(message.timing)
@@ -61,7 +79,17 @@ class _Collected:
         while len(self._output.completions) <= delta.index:
             self._output.completions.append(Completion(len(self._output.completions)))
         self._output.add(delta)
+        if isinstance(delta, ChatDelta):
+            self._hear(delta)
         return delta
+
+    def _hear(self, delta: ChatDelta) -> None:
+        while len(self._messages) <= delta.index:
+            self._messages.append({"role": "assistant", "content": "", "reasoning": "", "tool_calls": []})
+        message = self._messages[delta.index]
+        message["content"] += delta.text
+        message["reasoning"] += delta.reasoning
+        message["tool_calls"] += delta.tool_calls
 
     def take_all(self, message: pb.CompleteResponse) -> None:
         """The messages of a call that was answered at once."""
@@ -73,17 +101,17 @@ class _Collected:
     def answer(self) -> Answer:
         assert self.usage is not None, "the call ended well but its last message has no usage"
         assert self.timing is not None
-        return Answer(self._output, self.usage, self.timing)
+        return Answer(self._output, self.usage, self.timing, self._messages)
 
 
-class DeltaStream(_Collected):
+class DeltaStream(_Collected[AnyDelta]):
     """Deltas of one call as they come. `cancel` ends it; `usage` and `timing` are there at the end."""
 
-    def __init__(self, request: Request, call: Any):
-        super().__init__(request)
+    def __init__(self, request: Request, call: Any, read: Callable[[pb.GenerateResponse], AnyDelta]):
+        super().__init__(request, read)
         self._call = call
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> Iterator[AnyDelta]:
         try:
             for message in self._call:
                 yield self.take(message)
@@ -95,14 +123,14 @@ class DeltaStream(_Collected):
         self._call.cancel()
 
 
-class AsyncDeltaStream(_Collected):
+class AsyncDeltaStream(_Collected[AnyDelta]):
     """DeltaStream for asyncio."""
 
-    def __init__(self, request: Request, call: Any):
-        super().__init__(request)
+    def __init__(self, request: Request, call: Any, read: Callable[[pb.GenerateResponse], AnyDelta]):
+        super().__init__(request, read)
         self._call = call
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    async def __aiter__(self) -> AsyncIterator[AnyDelta]:
         try:
             async for message in self._call:
                 yield self.take(message)
@@ -157,27 +185,34 @@ class Client:
             time.sleep(min(0.1, max(0.0, left)))
         raise JhybridError(f"the server is not serving after {timeout:g} s; last seen: {seen}")
 
-    def stream(self, request: Request, timeout: float | None = None) -> DeltaStream:
+    def stream(self, request: Request, timeout: float | None = None) -> DeltaStream[Delta]:
         """Start a call. RequestError and the like are raised while iterating. `timeout` in seconds is its deadline."""
         message = wire.request_to_wire(request, self._model)
-        return DeltaStream(request, self._stub("Generate", message, timeout))
+        return DeltaStream(request, self._stub("Generate", message, timeout), wire.delta_from_wire)
 
     def generate(self, request: Request, timeout: float | None = None) -> Answer:
         """The whole answer at once."""
-        collected = _Collected(request)
+        collected = _Collected(request, wire.delta_from_wire)
         collected.take_all(self._ask("Complete", wire.request_to_wire(request, self._model), timeout))
         return collected.answer()
 
     def chat(
         self,
-        messages: Iterable[dict[str, str]],
+        messages: Iterable[Mapping[str, Any]],
         sampling: SamplingParams,
         timeout: float | None = None,
-        template_variables: dict[str, Any] | None = None,
-    ) -> DeltaStream:
-        """Start an answer to a conversation, which the model's chat template writes out."""
-        message = wire.chat_to_wire(messages, sampling, self._model, template_variables or {})
-        return DeltaStream(Request(), self._stub("Chat", message, timeout))
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Iterable[Tool] = (),
+        tool_choice: Choice | None = None,
+    ) -> DeltaStream[ChatDelta]:
+        """Start an answer to a conversation, which the model's chat template writes out.
+
+        `messages` have role and content, perhaps name, reasoning, tool_calls (`ToolCall`s) and tool_call_id; those of
+        an `Answer` can be put among them.
+        """
+        variables = chat_template_kwargs or {}
+        message = wire.chat_to_wire(messages, sampling, self._model, variables, tools, tool_choice)
+        return DeltaStream(Request(), self._stub("Chat", message, timeout), wire.chat_delta_from_wire)
 
     def score(self, question: Question, timeout: float | None = None) -> list[ContinuationScore]:
         """Log-probabilities of continuations of a context."""
@@ -237,27 +272,30 @@ class AsyncClient:
         self._stub = _Stub(self._channel, api_key)
         self._model = model
 
-    def stream(self, request: Request, timeout: float | None = None) -> AsyncDeltaStream:
+    def stream(self, request: Request, timeout: float | None = None) -> AsyncDeltaStream[Delta]:
         """Start a call. RequestError and the like are raised while iterating. `timeout` in seconds is its deadline."""
         message = wire.request_to_wire(request, self._model)
-        return AsyncDeltaStream(request, self._stub("Generate", message, timeout))
+        return AsyncDeltaStream(request, self._stub("Generate", message, timeout), wire.delta_from_wire)
 
     async def generate(self, request: Request, timeout: float | None = None) -> Answer:
         """The whole answer at once."""
-        collected = _Collected(request)
+        collected = _Collected(request, wire.delta_from_wire)
         collected.take_all(await self._ask("Complete", wire.request_to_wire(request, self._model), timeout))
         return collected.answer()
 
     def chat(
         self,
-        messages: Iterable[dict[str, str]],
+        messages: Iterable[Mapping[str, Any]],
         sampling: SamplingParams,
         timeout: float | None = None,
-        template_variables: dict[str, Any] | None = None,
-    ) -> AsyncDeltaStream:
-        """Start an answer to a conversation, which the model's chat template writes out."""
-        message = wire.chat_to_wire(messages, sampling, self._model, template_variables or {})
-        return AsyncDeltaStream(Request(), self._stub("Chat", message, timeout))
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Iterable[Tool] = (),
+        tool_choice: Choice | None = None,
+    ) -> AsyncDeltaStream[ChatDelta]:
+        """Start an answer to a conversation; see `Client.chat`."""
+        variables = chat_template_kwargs or {}
+        message = wire.chat_to_wire(messages, sampling, self._model, variables, tools, tool_choice)
+        return AsyncDeltaStream(Request(), self._stub("Chat", message, timeout), wire.chat_delta_from_wire)
 
     async def score(self, question: Question, timeout: float | None = None) -> list[ContinuationScore]:
         """Log-probabilities of continuations of a context."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -14,9 +15,12 @@ import jhybrid
 from jhybrid.errors import ConfigError, JhybridError
 from jhybrid_server import wire
 from jhybrid_server.desk import STALL_SECONDS, Call, Desk
+from jhybrid_server.grpc_chat import conversation_of, renamed_fields
 from jhybrid_server.keys import Keys
+from jhybrid_server.openai_schema import rendering
 from jhybrid_server.scoring import requests_of, scores_of
 from jhybrid_server.statuses import AbortedError, UnauthenticatedError, details_of, status_of
+from jhybrid_server.talk import Readings
 from jhybrid_server.tls import ServerTls
 from jhybrid_server.tracing import traceparent
 from jhybrid_server.v1 import inference_pb2 as pb
@@ -58,11 +62,16 @@ class InferenceService(services.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
-            self._desk.check_open()
-            prompt = await self._desk.chat_prompt(**wire.rendering_from_wire(request))
-            asked = wire.chat_request_from_wire(request, prompt)
-            async with self._desk.call([asked], request.options.model) as call:
-                await _answer(call, context)
+            with renamed_fields():
+                with self._desk.metrics.refusals():
+                    self._desk.check_open()
+                    chat = await asyncio.to_thread(conversation_of, request)
+                    prompt = await self._desk.chat_prompt(**rendering(chat))
+                    talk = chat.talk(self._desk.dialect, self._desk.tokenizer("messages"), prompt)
+                    asked = wire.chat_request_from_wire(request, prompt)
+                    asked = replace(asked, sampling=talk.bind(asked.sampling))
+                async with self._desk.call([asked], request.options.model) as call:
+                    await _answer(call, context, Readings(talk))
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         async with _statuses(context):
@@ -111,12 +120,13 @@ class InferenceService(services.InferenceServiceServicer):
             return pb.AbortResponse(found=await self._desk.abort(request.request_id))
 
 
-async def _answer(call: Call, context: grpc.aio.ServicerContext) -> None:
-    """Write a call's deltas; the last one also has what the call cost, unless it fails."""
+async def _answer(call: Call, context: grpc.aio.ServicerContext, readings: Readings | None = None) -> None:
+    """Write a call's deltas, those of a chat as read; the last one also has what the call cost, unless it fails."""
     async for _, delta in call.deltas():
-        message = wire.delta_to_wire(delta)
+        message = wire.delta_to_wire(delta if readings is None else readings[delta.index].take(delta))
         if call.ended_well:
-            message.usage.CopyFrom(wire.usage_to_wire(call.usage))
+            reasoning = None if readings is None else readings.reasoning_tokens
+            message.usage.CopyFrom(wire.usage_to_wire(replace(call.usage, reasoning_tokens=reasoning)))
             message.timing.CopyFrom(wire.timing_to_wire(call.timing))
         try:
             async with asyncio.timeout(STALL_SECONDS):

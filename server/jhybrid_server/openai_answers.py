@@ -6,18 +6,16 @@ A stream's chunk and a whole answer are made by the same code: a whole answer is
 import codecs
 import math
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jhybrid.request import Delta, TokenLogprobs
 from jhybrid.tokenizer import Tokenizer
-from jhybrid_server.answer_parser import Parts
 from jhybrid_server.desk import Call
 from jhybrid_server.openai_schema import ChatBody, CompletionBody
 from jhybrid_server.openai_tools import call_body
-from jhybrid_server.talk import Reading, Talk
+from jhybrid_server.talk import ChatDelta, Readings, Talk
 
 LEAST_LOGPROB = -9999.0
 """What JSON shows for the log-probability of what cannot be; it has no minus infinity."""
@@ -143,8 +141,8 @@ class ChatAnswers:
 
     def __init__(self, body: ChatBody, call: Call, talk: Talk):
         del call
-        self._body, self._talk, self._tokenizer = body, talk, talk.tokenizer
-        self._readings: dict[int, Reading] = defaultdict(lambda: Reading(talk))
+        self._body, self._tokenizer = body, talk.tokenizer
+        self._readings = Readings(talk)
 
     def begin(self) -> list[dict[str, Any]]:
         """Choices of a stream before the first delta: who speaks."""
@@ -158,44 +156,41 @@ class ChatAnswers:
         del number
         reading = self._readings[delta.index]
         first_call = reading.num_calls
-        parts = reading.take(delta)
-        if not (parts or delta.finish_reason or delta.logprobs or delta.prompt_logprobs):
+        read = reading.take(delta)
+        said: dict[str, Any] = {"content": read.text} if read.text else {}
+        if read.reasoning:
+            said["reasoning_content"] = read.reasoning
+        if read.tool_calls:
+            said["tool_calls"] = [{"index": first_call + i} | call_body(call) for i, call in enumerate(read.tool_calls)]
+        if not (said or read.finish_reason or read.logprobs or read.prompt_logprobs):
             return []
-        said: dict[str, Any] = {"content": parts.content} if parts.content else {}
-        if parts.reasoning:
-            said["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            said["tool_calls"] = [{"index": first_call + i} | call for i, call in enumerate(_calls(parts))]
-        return [self._choice(delta, {"delta": said}, reading)]
+        return [self._choice(read, {"delta": said})]
 
     def wholes(self, answers: dict[tuple[int, int], Delta]) -> list[dict[str, Any]]:
         """The choices of whole answers, by number of prompt and of answer."""
         return [self._whole(delta) for _, delta in sorted(answers.items())]
 
     def _whole(self, delta: Delta) -> dict[str, Any]:
-        reading = self._readings[delta.index]
-        parts = reading.take(delta)
-        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
-        if parts.reasoning:
-            message["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            message |= {"content": parts.content or None, "tool_calls": _calls(parts)}
-        return self._choice(delta, {"message": message}, reading)
+        read = self._readings[delta.index].take(delta)
+        message: dict[str, Any] = {"role": "assistant", "content": read.text}
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.tool_calls:
+            message |= {"content": read.text or None, "tool_calls": [call_body(call) for call in read.tool_calls]}
+        return self._choice(read, {"message": message})
 
     @property
     def details(self) -> dict[str, Any]:
         """What usage says of the tokens, in OpenAI's form."""
-        if self._talk.reasoning is None:
-            return {}
-        count = sum(reading.reasoning_tokens for reading in self._readings.values())
-        return {"completion_tokens_details": {"reasoning_tokens": count}}
+        count = self._readings.reasoning_tokens
+        return {} if count is None else {"completion_tokens_details": {"reasoning_tokens": count}}
 
-    def _choice(self, delta: Delta, said: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def _choice(self, delta: ChatDelta, said: dict[str, Any]) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
             logprobs = {"content": [self._logprob(token, entry) for token, entry in pairs]}
-        choice = {"index": delta.index, **said, "logprobs": logprobs, "finish_reason": reading.finish_reason(delta)}
+        choice = {"index": delta.index, **said, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         choice["stop_reason"] = delta.stop_reason
         if delta.prompt_logprobs is not None:
             choice["prompt_logprobs"] = _prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
@@ -208,11 +203,6 @@ class ChatAnswers:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         piece = None if self._tokenizer is None else list(self._tokenizer.token_bytes(token))
         return {"token": token_text(self._tokenizer, token), "logprob": _finite(logprob), "bytes": piece}
-
-
-def _calls(parts: Parts) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form, each with an id of its own."""
-    return [call_body(call, call.id or f"call_{uuid.uuid4().hex[:24]}") for call in parts.calls]
 
 
 Answers = CompletionAnswers | ChatAnswers

@@ -215,10 +215,10 @@ class Message(Body):
         return {"content": ""} | said | ({"tool_calls": calls} if calls else {})
 
 
-def rendering(body: "ChatBody | TokenizeBody") -> dict[str, Any]:
+def rendering(body: "Conversation | TokenizeBody") -> dict[str, Any]:
     """What the chat template is given. RequestError."""
     variables = body.chat_template_kwargs or {}
-    tools = [tool.model_dump(exclude_none=True) for tool in body.offered] if isinstance(body, ChatBody) else []
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered] if isinstance(body, Conversation) else []
     taken = {"messages", "tools", "add_generation_prompt"} & set(variables)
     if taken:
         raise RequestError("chat_template_kwargs", f"{', '.join(sorted(taken))}: not here, it is no variable")
@@ -230,18 +230,40 @@ def rendering(body: "ChatBody | TokenizeBody") -> dict[str, Any]:
     }
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+class Conversation(Body):
+    """What was said, and what may be said and called next. gRPC's chats become one too."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ToolBody] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[ToolBody]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def talk(self, dialect: Dialect, tokenizer: Tokenizer, prompt: str) -> Talk:
+        """What the answers may hold. RequestError for tools that the model cannot call."""
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise RequestError("tool_choice", "needs tools; give some, or leave it out")
+        tools = tools_of(self.offered, dialect.tool_format()) if self.offered else []
+        several = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            choice = Choice("required", self.tool_choice.function.name, several=False)
+        else:
+            choice = Choice(self.tool_choice or "auto", several=several)
+        return Talk(dialect, tokenizer, dialect.reasoning(prompt), tools, choice)
+
+
+class ChatBody(Conversation, GenerationBody):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     functions: NoFunctions = None
     function_call: NoFunctions = None
     store: NoStore = None
@@ -259,23 +281,6 @@ class ChatBody(GenerationBody):
             raise RequestError("top_logprobs", "needs logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_completion_tokens", "differs from max_tokens; give one of them")
-        if self.tool_choice not in (None, "none") and not self.tools:
-            raise RequestError("tool_choice", "needs tools; give some, or leave it out")
-
-    @property
-    def offered(self) -> list[ToolBody]:
-        """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    def talk(self, dialect: Dialect, tokenizer: Tokenizer, prompt: str) -> Talk:
-        """What the answers may hold. RequestError for tools that the model cannot call."""
-        tools = tools_of(self.offered, dialect.tool_format()) if self.offered else []
-        several = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, NamedTool):
-            choice = Choice("required", self.tool_choice.function.name, several=False)
-        else:
-            choice = Choice(self.tool_choice or "auto", several=several)
-        return Talk(dialect, tokenizer, dialect.reasoning(prompt), tools, choice)
 
     def request(self, name: str, prompt: str, talk: Talk) -> Request:
         """`prompt` is what the chat template made; it has its special tokens already."""

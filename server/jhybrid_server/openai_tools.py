@@ -83,7 +83,8 @@ def tools_of(bodies: Sequence[ToolBody], tool_format: ToolFormat) -> list[Tool]:
             raise RequestError(f"{field}.name", f"{name[:100]!r} must match {tool_format.names.pattern}")
         if any(tool.name == name for tool in tools):
             raise RequestError(f"{field}.name", f"{name!r} is given twice; calls could not be told apart")
-        tools.append(Tool(name, NO_PARAMETERS if body.function.parameters is None else body.function.parameters))
+        parameters = NO_PARAMETERS if body.function.parameters is None else body.function.parameters
+        tools.append(Tool(name, parameters, body.function.description))
         if tool_format.names is PYTHON_NAME:
             for key in tools[-1].properties:
                 if not key.isidentifier() or keyword.iskeyword(key):
@@ -94,6 +95,6 @@ def tools_of(bodies: Sequence[ToolBody], tool_format: ToolFormat) -> list[Tool]:
     return tools
 
 
-def call_body(call: ToolCall, call_id: str) -> dict[str, Any]:
+def call_body(call: ToolCall) -> dict[str, Any]:
     """A call as the server tells it."""
-    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,16 +1,18 @@
 """Talk: what one chat may say besides content. It binds the request before, and reads the answers after."""
 
+import uuid
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Delta, SamplingParams
 from jhybrid.structured_outputs import Reasoning
 from jhybrid.tokenizer import Tokenizer
-from jhybrid_server.answer_parser import AnswerParser, Parts
+from jhybrid_server.answer_parser import AnswerParser
 from jhybrid_server.dialect import Dialect
-from jhybrid_server.tool_formats import Tool
+from jhybrid_server.tool_formats import Tool, ToolCall
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class Talk:
         return found
 
 
+@dataclass(slots=True)
+class ChatDelta(Delta):
+    """A delta of a chat: `text` is content alone. `finish_reason` is `tool_calls` where an answer with calls has ended
+    by itself."""
+
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls that have become whole, each with its id."""
+
+
 class Reading:
     """One answer of a talk while it comes in."""
 
@@ -65,7 +77,7 @@ class Reading:
         self.num_calls = 0
         """Calls that have come out."""
 
-    def take(self, delta: Delta) -> Parts:
+    def take(self, delta: Delta) -> ChatDelta:
         """What a delta brings; with its end, all that is left."""
         parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
@@ -73,11 +85,11 @@ class Reading:
         if self._talk.reasoning is not None:
             self._token_ids += delta.token_ids
         self.num_calls += len(parts.calls)
-        return parts
-
-    def finish_reason(self, delta: Delta) -> str | None:
-        """OpenAI's: `tool_calls` where an answer with calls has ended by itself."""
-        return "tool_calls" if delta.finish_reason == "stop" and self.num_calls else delta.finish_reason
+        said = {each.name: getattr(delta, each.name) for each in fields(Delta)}
+        if delta.finish_reason == "stop" and self.num_calls:
+            said["finish_reason"] = "tool_calls"
+        calls = [replace(call, id=call.id or f"call_{uuid.uuid4().hex[:24]}") for call in parts.calls]
+        return ChatDelta(**said | {"text": parts.content}, reasoning=parts.reasoning, tool_calls=calls)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -87,3 +99,22 @@ class Reading:
             left -= len(self._talk.tokenizer.token_bytes(self._token_ids[count]))
             count += 1
         return count
+
+
+class Readings:
+    """All answers of a talk."""
+
+    def __init__(self, talk: Talk):
+        self._talk = talk
+        self._readings: dict[int, Reading] = defaultdict(lambda: Reading(talk))
+
+    def __getitem__(self, index: int) -> Reading:
+        """That of one answer."""
+        return self._readings[index]
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of what has come so far; None where no reasoning was to be expected."""
+        if self._talk.reasoning is None:
+            return None
+        return sum(reading.reasoning_tokens for reading in self._readings.values())

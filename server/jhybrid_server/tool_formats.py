@@ -28,6 +28,7 @@ class Tool:
     name: str
     parameters: Schema = field(default_factory=dict)
     """JSON schema of its arguments, an object."""
+    description: str | None = None
 
     @property
     def properties(self) -> dict[str, Schema]:

@@ -11,6 +11,8 @@ class Usage:
     cached_tokens: int
     completion_tokens: int
     miss_cause: str | None = None
+    reasoning_tokens: int | None = None
+    """Of a chat's completion tokens; None where no reasoning was to be expected."""
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,36 @@
 """Wire: requests, deltas and their companions as protobuf messages and back. Server and clients both use it."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from google.protobuf import json_format
 
 from jhybrid.errors import RequestError
 from jhybrid.request import SCALARS, Delta, Request, SamplingParams, TokenLogprobs
 from jhybrid.structured_outputs import StructuredOutputs
 from jhybrid_server.scoring import ContinuationScore, Question
+from jhybrid_server.talk import ChatDelta, Choice
+from jhybrid_server.tool_formats import Tool, ToolCall
 from jhybrid_server.usage import Timing, Usage
 from jhybrid_server.v1 import inference_pb2 as pb
 
 PLAIN_SAMPLING = (*SCALARS, "logprobs")
 """Fields of SamplingParams that are one optional scalar on the wire, under the same name."""
 
-FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+}
 """Ends of an answer that are messages; the others (abort, error) are the call's status."""
+
+
+MODES = {
+    "auto": pb.ToolChoice.MODE_AUTO,
+    "none": pb.ToolChoice.MODE_NONE,
+    "required": pb.ToolChoice.MODE_REQUIRED,
+}
+"""Kinds of talk.Choice."""
 
 
 def request_to_wire(request: Request, model: str = "") -> pb.GenerateRequest:
@@ -105,17 +118,6 @@ def request_from_wire(message: pb.GenerateRequest) -> Request:
     )
 
 
-def rendering_from_wire(message: pb.ChatRequest) -> dict[str, Any]:
-    """What the chat template is given."""
-    messages = [
-        {"role": said.role, "content": said.content} | ({"name": said.name} if said.HasField("name") else {})
-        for said in message.messages
-    ]
-    prompting = message.add_generation_prompt if message.HasField("add_generation_prompt") else True
-    variables = json_format.MessageToDict(message.template_variables)
-    return variables | {"messages": messages, "add_generation_prompt": prompting}
-
-
 def chat_request_from_wire(message: pb.ChatRequest, prompt: str) -> Request:
     """`prompt` is what the chat template made; it has its special tokens already."""
     if message.options.WhichOneof("prompt") is not None:
@@ -127,16 +129,45 @@ def chat_request_from_wire(message: pb.ChatRequest, prompt: str) -> Request:
 
 
 def chat_to_wire(
-    messages: Iterable[dict[str, str]], sampling: SamplingParams, model: str, template_variables: dict[str, Any]
+    messages: Iterable[Mapping[str, Any]],
+    sampling: SamplingParams,
+    model: str,
+    chat_template_kwargs: dict[str, Any],
+    tools: Iterable[Tool] = (),
+    tool_choice: Choice | None = None,
 ) -> pb.ChatRequest:
     """Raises RequestError for what the wire cannot carry."""
-    with _naming("messages"):
-        message = pb.ChatRequest(messages=[pb.ChatMessage(**said) for said in messages])
+    message = pb.ChatRequest()
     message.options.model = model
+    with _naming("messages"):
+        message.messages.extend(_said_to_wire(said) for said in messages)
     _sampling_to_wire(sampling, message.options.sampling)
-    with _naming("template_variables"):
-        message.template_variables.update(template_variables)
+    with _naming("chat_template_kwargs"):
+        message.chat_template_kwargs.update(chat_template_kwargs)
+    with _naming("tools"):
+        message.tools.extend(_tool_to_wire(tool) for tool in tools)
+    if tool_choice is not None:
+        with _naming("tool_choice"):
+            _choice_to_wire(tool_choice, message)
     return message
+
+
+def _said_to_wire(said: Mapping[str, Any]) -> pb.ChatMessage:
+    calls = [pb.ToolCall(**dataclasses.asdict(call)) for call in said.get("tool_calls") or ()]
+    return pb.ChatMessage(**{**said, "tool_calls": calls})
+
+
+def _tool_to_wire(tool: Tool) -> pb.Tool:
+    parameters = json.dumps(tool.parameters, ensure_ascii=False) if tool.parameters else None
+    return pb.Tool(name=tool.name, description=tool.description, parameters=parameters)
+
+
+def _choice_to_wire(choice: Choice, message: pb.ChatRequest) -> None:
+    message.parallel_tool_calls = choice.several
+    if choice.name is not None:
+        message.tool_choice.name = choice.name
+    else:
+        message.tool_choice.mode = MODES[choice.kind]
 
 
 def question_from_wire(message: pb.ScoreRequest) -> Question:
@@ -224,25 +255,37 @@ def delta_to_wire(delta: Delta) -> pb.GenerateResponse:
         message.stop_string = delta.stop_reason
     elif delta.stop_reason is not None:
         message.stop_token_id = delta.stop_reason
+    if isinstance(delta, ChatDelta):
+        message.reasoning = delta.reasoning
+        message.tool_calls.extend(pb.ToolCall(**dataclasses.asdict(call)) for call in delta.tool_calls)
     return message
 
 
 def delta_from_wire(message: pb.GenerateResponse) -> Delta:
+    return Delta(**_delta_fields(message))
+
+
+def chat_delta_from_wire(message: pb.GenerateResponse) -> ChatDelta:
+    calls = [ToolCall(call.name, call.arguments, call.id) for call in message.tool_calls]
+    return ChatDelta(**_delta_fields(message), reasoning=message.reasoning, tool_calls=calls)
+
+
+def _delta_fields(message: pb.GenerateResponse) -> dict[str, Any]:
     names = {value: name for name, value in FINISH_REASONS.items()}
     which = message.WhichOneof("stop_reason")
     logprobs = [entries or [] for entries in map(_entries, message.logprobs)]
-    return Delta(
-        request_id=message.request_id,
-        index=message.index,
-        token_ids=list(message.token_ids),
-        text=message.text,
-        logprobs=logprobs or None,
-        prompt_logprobs=[_entries(entries) for entries in message.prompt_logprobs] or None,
-        finish_reason=names.get(message.finish_reason),
-        stop_reason=getattr(message, which) if which else None,
-        cached_tokens=message.usage.cached_tokens,
-        miss_cause=message.usage.miss_cause if message.usage.HasField("miss_cause") else None,
-    )
+    return {
+        "request_id": message.request_id,
+        "index": message.index,
+        "token_ids": list(message.token_ids),
+        "text": message.text,
+        "logprobs": logprobs or None,
+        "prompt_logprobs": [_entries(entries) for entries in message.prompt_logprobs] or None,
+        "finish_reason": names.get(message.finish_reason),
+        "stop_reason": getattr(message, which) if which else None,
+        "cached_tokens": message.usage.cached_tokens,
+        "miss_cause": message.usage.miss_cause if message.usage.HasField("miss_cause") else None,
+    }
 
 
 def usage_to_wire(usage: Usage) -> pb.Usage:
@@ -255,7 +298,8 @@ def timing_to_wire(timing: Timing) -> pb.Timing:
 
 def usage_from_wire(message: pb.Usage) -> Usage:
     cause = message.miss_cause if message.HasField("miss_cause") else None
-    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, cause)
+    reasoning = message.reasoning_tokens if message.HasField("reasoning_tokens") else None
+    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, cause, reasoning)
 
 
 def timing_from_wire(message: pb.Timing) -> Timing:
@@ -313,5 +357,5 @@ class _naming:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, TypeError | ValueError) and not isinstance(error, RequestError):
+        if isinstance(error, TypeError | ValueError | KeyError) and not isinstance(error, RequestError):
             raise RequestError(self.field, str(error)) from error

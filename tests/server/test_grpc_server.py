@@ -318,7 +318,7 @@ def test_chat_goes_through_the_template(served: Served, engine: FakeEngine):
         list(served.client.chat(said, SamplingParams()))
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ mood }}|{% endfor %}"
     engine.tokenizer = ByteTokenizer(263, chat_template=template)
-    stream = served.client.chat(said, SamplingParams(max_tokens=5), template_variables={"mood": "!"})
+    stream = served.client.chat(said, SamplingParams(max_tokens=5), chat_template_kwargs={"mood": "!"})
     text = "".join(delta.text for delta in stream)
     prompt = [256, *b"user:hi!|"]
     assert engine.submitted[-1].prompt_token_ids == prompt  # BOS once

@@ -118,7 +118,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers a conversation, written out by the model's chat template.
+        """Answers a conversation, written out by the model's chat template. Reasoning and calls of tools come apart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
