@@ -4,7 +4,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Delta, SamplingParams
@@ -85,11 +85,12 @@ class Reading:
         if self._talk.reasoning is not None:
             self._token_ids += delta.token_ids
         self.num_calls += len(parts.calls)
-        said = {each.name: getattr(delta, each.name) for each in fields(Delta)}
+        said: dict[str, Any] = {each.name: getattr(delta, each.name) for each in fields(Delta)}
         if delta.finish_reason == "stop" and self.num_calls:
             said["finish_reason"] = "tool_calls"
         calls = [replace(call, id=call.id or f"call_{uuid.uuid4().hex[:24]}") for call in parts.calls]
-        return ChatDelta(**said | {"text": parts.content}, reasoning=parts.reasoning, tool_calls=calls)
+        said["text"] = parts.content
+        return ChatDelta(**said, reasoning=parts.reasoning, tool_calls=calls)
 
     @property
     def reasoning_tokens(self) -> int:
