@@ -70,7 +70,7 @@ def schemas() -> st.SearchStrategy[Schema]:
         st.builds(
             lambda a, n: {"type": "integer", "minimum": a, "maximum": a + n}, st.integers(-9, 9), st.integers(0, 9)
         ),
-        st.builds(lambda v: {"enum": v}, st.lists(st.sampled_from(["a", "é", "ab", 1, True, None]), min_size=1)),
+        st.builds(lambda v: {"enum": v}, st.lists(st.sampled_from(["a", "é", "ab", 1, 23]), min_size=1)),
         st.builds(lambda v: {"const": v}, st.sampled_from(["a", 0, False])),
     )
     return st.recursive(

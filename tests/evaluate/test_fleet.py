@@ -33,7 +33,9 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    settings = {"worker_niceness": 0}
+    # A raylet that a busy machine lets wait must not be taken for dead: it would end this process with it.
+    patience = {"health_check_timeout_ms": 60_000, "health_check_failure_threshold": 20}
+    settings = {"worker_niceness": 0, **patience}
     ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="ERROR", _system_config=settings)
     yield
     ray.shutdown()
@@ -66,6 +68,7 @@ class kills_once:
             kill_one(self.pids)
 
 
+@pytest.mark.slow
 def test_scores_and_answers_are_those_of_one_engine(cluster: None, tmp_path: Path):
     """An engine dies while they are scored."""
     alone = Respondent(OneEngine(text_engine(LetterTokenizer())[0]), max_length=60)
@@ -108,6 +111,7 @@ def told(path: Path) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_a_batch_file_s_answers_are_those_of_one_engine(cluster: None, tmp_path: Path):
     """An engine dies, and later the run itself, which goes on from there."""
     source = questions(tmp_path / "in.jsonl", 120)
@@ -174,6 +178,7 @@ def test_work_that_cannot_be_done_is_given_up_with_its_cause(cluster: None):
             list(many.map(no_device, [1]))
 
 
+@pytest.mark.slow
 def test_more_engines_than_the_cluster_has_room_for_are_refused(cluster: None):
     with pytest.raises(ConfigError, match=r"num_actors: 4 of 1 CPU each, .* room for 3 \(3 CPU in all\)"):
         Fleet(RayOptions(ray=True, num_actors=4))

@@ -54,6 +54,7 @@ def idle(engine: FakeEngine) -> bool:
     return not engine.running and not engine.waiting
 
 
+@pytest.mark.slow  # how much the kernel takes for a client that reads nothing varies from run to run
 def test_a_client_that_stops_reading_is_dropped_and_no_other_notices(
     served: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
