@@ -89,7 +89,7 @@ def test_the_first_token_reaches_the_last_output() -> None:
 
 
 def test_an_unknown_implementation_is_named() -> None:
-    with pytest.raises(NotImplementedError, match=r"'cuda'.*reference, xla"):
+    with pytest.raises(NotImplementedError, match=r"'cuda'.*parallel, reference, tpu, xla"):
         ssd(*_inputs(4), None, dense_spans(1, 4), implementation="cuda")
 
 
