@@ -1,5 +1,7 @@
 """ssd in plain JAX for devices with thousands of lanes: all sequences, or many chunks, at once, and few loops."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -9,11 +11,9 @@ from kernels_pallas.rows import put_rows, start_slots, states_before
 from kernels_pallas.snapshots import chunk_has_snapshot
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd.chunk import HIGHEST, read_state, within_chunk
-from kernels_pallas.ssd.dense import ssd_dense
+from kernels_pallas.ssd.tokens import Tokens, by_tokens
 
 CHUNKS_AT_ONCE = 32  # whose states are held beside the cache; more would need more memory, fewer leave lanes idle
-
-Tokens = tuple[Array, Array, Array, Array]  # xdt [T, H*P], log_decay [T, H], B [T, G, N], C [T, G, N], float32
 
 
 def ssd(
@@ -29,19 +29,8 @@ def ssd(
     base: int | Array = 0,
 ) -> tuple[Array, Array | None]:
     """As `kernels_pallas.ssd.ssd`."""
-    if (state is None) != (spans.kind == "dense"):
-        raise NotImplementedError(f"state is {'None' if state is None else 'given'} with {spans.kind!r} spans")
-    T, H, P = x.shape
-    xf, dt, B, C = (a.astype(jnp.float32) for a in (x, dt, B, C))
-    tokens = ((xf * dt[:, :, None]).reshape(T, H * P), dt * A.astype(jnp.float32), B, C)
-    if state is None:
-        y = ssd_dense(*tokens, spans)
-    elif spans.kind == "decode":
-        y, state = _decode(tokens, state, spans, base)
-    else:
-        y, state = _chunks(tokens, state, spans, base)
-    y = y.reshape(T, H, P) + D.astype(jnp.float32)[:, None] * xf
-    return y.astype(x.dtype), state
+    cached = partial(_decode if spans.kind == "decode" else _chunks, spans=spans, base=base)
+    return by_tokens(cached, x, dt, A, B, C, D, state, spans)
 
 
 def _decode(tokens: Tokens, state: Array, spans: Spans, base: int | Array) -> tuple[Array, Array]:

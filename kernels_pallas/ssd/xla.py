@@ -1,6 +1,7 @@
 """ssd in plain JAX: loops over chunks and single tokens for cached sequences, a batched scan for dense ones."""
 
 import math
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -9,13 +10,11 @@ from kernels_pallas.recurrence import is_single, scan_chunks, step_singles
 from kernels_pallas.rows import start_slots
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd.chunk import chunk_update, read_state, token_decay, token_update
-from kernels_pallas.ssd.dense import ssd_dense
+from kernels_pallas.ssd.tokens import Tokens, by_tokens
 
 # State rows [N, H*P] are updated in blocks of at most so many of N: read, written, and read again from cache
 # for the output. 32 is the fastest of 8, 16, 32, 64 and the whole row on a CPU with 2 MB of cache per core.
 STATE_BLOCK = 32
-
-Tokens = tuple[Array, Array, Array, Array]  # xdt [T, H*P], log_decay [T, H], B [T, G, N], C [T, G, N], float32
 
 
 def ssd(
@@ -31,21 +30,15 @@ def ssd(
     base: int | Array = 0,
 ) -> tuple[Array, Array | None]:
     """As `kernels_pallas.ssd.ssd`."""
-    if (state is None) != (spans.kind == "dense"):
-        raise NotImplementedError(f"state is {'None' if state is None else 'given'} with {spans.kind!r} spans")
-    T, H, P = x.shape
-    xf, dt, B, C = (a.astype(jnp.float32) for a in (x, dt, B, C))
-    tokens = ((xf * dt[:, :, None]).reshape(T, H * P), dt * A.astype(jnp.float32), B, C)
-    if state is None:
-        y = ssd_dense(*tokens, spans)
-    else:
-        state, slots = start_slots(state, spans, base, in_place=is_single(spans))
-        y = jnp.zeros((T, H * P))
-        if spans.kind == "ragged":
-            y, state = _chunks(tokens, y, state, slots, spans, base)
-        y, state = _single_tokens(tokens, y, state, spans, base)
-    y = y.reshape(T, H, P) + D.astype(jnp.float32)[:, None] * xf
-    return y.astype(x.dtype), state
+    return by_tokens(partial(_cached, spans=spans, base=base), x, dt, A, B, C, D, state, spans)
+
+
+def _cached(tokens: Tokens, state: Array, spans: Spans, base: int | Array) -> tuple[Array, Array]:
+    state, slots = start_slots(state, spans, base, in_place=is_single(spans))
+    y = jnp.zeros_like(tokens[0])
+    if spans.kind == "ragged":
+        y, state = _chunks(tokens, y, state, slots, spans, base)
+    return _single_tokens(tokens, y, state, spans, base)
 
 
 def _chunks(
