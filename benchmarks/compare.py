@@ -29,12 +29,20 @@ def run(command: list[str]) -> dict:
 
 
 def measure(
-    model: list[str], peers: list[str], rounds: int, flags: list[str] = FLAGS, shared: tuple[str, ...] = ()
+    model: list[str],
+    peers: list[str],
+    rounds: int,
+    flags: list[str] = FLAGS,
+    shared: tuple[str, ...] = (),
+    compiled: str | None = None,
 ) -> tuple[dict, dict[str, list[dict[str, float]]]]:
-    """The machine, and of each engine what it did in each round. `shared` options are given to all of them."""
+    """The machine, and of each engine what it did in each round. `shared` options are given to all of them.
+
+    `compiled` is a folder of executables that outlives the run.
+    """
     runs: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as cache:
-        ours = bench_command(model, cache, [*flags, *shared])
+    with tempfile.TemporaryDirectory() as new:
+        ours = bench_command(model, compiled or new, [*flags, *shared])
         machine = run([*ours, "--repeats", "1"])["machine"]  # also compiles, so that the measured starts are warm
         for _ in range(rounds):
             runs.setdefault("jhybrid", []).append(rates(run(ours)))

@@ -31,11 +31,13 @@ def main() -> None:
     parser.add_argument("--peer", action="append", required=True, metavar="PYTHON=SCRIPT")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--compiled", help="folder of compiled executables to keep; default: a new one for each kind")
     parser.add_argument("--output", type=Path, help="file for the figures as JSON; kinds that it has are replaced")
     asked = parser.parse_args()
     kept = json.loads(asked.output.read_text())["kinds"] if asked.output and asked.output.exists() else {}
     for kind in asked.kinds:
-        machine, runs = measure(["--model", str(MODELS / KINDS[kind])], asked.peer, asked.rounds, FLAGS, SHARED)
+        model = ["--model", str(MODELS / KINDS[kind])]
+        machine, runs = measure(model, asked.peer, asked.rounds, FLAGS, SHARED, asked.compiled)
         kept[kind] = {"model": KINDS[kind], "machine": machine, "runs": runs}
         found = medians(runs)
         peers = [name for name in found if name != "jhybrid"]

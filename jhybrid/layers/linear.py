@@ -1,11 +1,11 @@
-"""Linear: a product with a weight stored [out, in], the one place where dense products are formulated."""
+"""Linear: a product with a weight stored [out, in], the one door to dense products."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.layers.parameter import Scaled, parameter, weight
+from kernels_pallas.products import times_weight
 from kernels_pallas.scaled_matmul import scaled_matmul
 
 INIT_STD = 0.02  # standard deviation of fresh weights; projections back into the residual use less (`out_std`)
@@ -21,8 +21,7 @@ def linear(x: Array, weight: Array | Scaled, dtype: jnp.dtype | None = None) -> 
     if isinstance(weight, Scaled):
         assert dtype is None and x.ndim == 2, (dtype, x.shape)
         return scaled_matmul(x, *weight)
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
+    return times_weight(x, weight, dtype or x.dtype)
 
 
 class Linear(nn.Module):

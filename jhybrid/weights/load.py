@@ -42,6 +42,7 @@ IGNORED = (
     r"(audio_tower|embed_audio|sound_encoder|sound_projection)\..*",
     r".*rotary_emb\.inv_freq",
 )
+TIED_HEAD = "lm_head.weight"  # stored or not, where the table of embeddings is the head too
 UNLIMITED_MODEL_LEN = 32768  # for models that nothing limits, unless max_model_len says otherwise
 
 
@@ -184,9 +185,10 @@ def load_params(config: EngineConfig, model_config: ModelConfig, module: nn.Modu
     if is_orbax(directory):
         return load_orbax(directory, shapes, quantisable=quantisable, quantise=quantise)
     names = family_for(model_config).weight_names(model_config)
-    ignored = (*IGNORED, r"lm_head\.weight") if model_config.tie_word_embeddings else IGNORED
     of = {"scheme": scheme, "quantisable": quantisable, "quantise": quantise}
-    return load_safetensors(directory, shapes, names, ignored=ignored, **of)
+    if model_config.tie_word_embeddings:
+        of["copies"] = {TIED_HEAD: next(name.names for name in names if name.path[-1] == "embedding")}
+    return load_safetensors(directory, shapes, names, ignored=IGNORED, **of)
 
 
 def held_params(config: EngineConfig, model_config: ModelConfig, module: nn.Module, shapes: Any) -> dict[str, Any]:

@@ -52,6 +52,7 @@ log = logging.getLogger("jhybrid")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
+COMPARED_ROWS = 4096  # of a tensor and its copy that are in memory at a time
 LISTED = 20  # names of each kind that a message lists
 
 
@@ -118,6 +119,7 @@ def load_safetensors(
     scheme: Scheme | None = None,
     quantisable: Collection[Place] = (),
     quantise: Kind | None = None,
+    copies: Mapping[str, Sequence[str]] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Read the checkpoint in `directory` into the tree of `abstract_params`.
@@ -127,17 +129,21 @@ def load_safetensors(
     expressions; a tensor that no name wants and one of them matches in full is left alone. `progress` draws a bar.
     `scheme` says how tensors of 8 bits are scaled. A parameter of `quantisable` whose tensors all are stays as it is,
     with its scales beside it; others are expanded. `quantise` rounds those of `quantisable` that are plain.
+    `copies` are tensors that must equal another, given by its spellings, where they are stored: tied heads.
 
     Returns a nested dict of jax arrays. Host memory above the model itself stays at about one parameter.
 
     Raises WeightsError: no safetensors there, a shard missing or damaged, or (all named together) tensors missing,
-    unexpected, misshapen, of a quantised dtype, parameters filled partly or twice.
+    unexpected, misshapen, of a quantised dtype, parameters filled partly or twice, a copy that is none.
     """
     directory = Path(directory)
     files, indexed = _shards(directory)
     stored = _read_headers(files, indexed)
     if scheme is not None:
         stored, ignored = _with_packed(stored), (*ignored, *UNUSED)
+    for copy, spellings in (copies or {}).items():
+        _check_copy(copy, spellings, stored)
+        ignored = (*ignored, re.escape(copy))
     targets = dict(leaves(abstract_params))
     chosen = _match(directory, targets, names, stored, ignored, scheme)
     forms = _forms(targets, chosen, stored, scheme, quantisable, quantise)
@@ -238,6 +244,26 @@ def _with_packed(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         else:
             seen[name] = header
     return seen
+
+
+def _check_copy(copy: str, spellings: Sequence[str], stored: Mapping[str, Stored]) -> None:
+    """Refuse a tied head of other numbers than the table's: which of the two the config means cannot be known."""
+    original = next((spelling for spelling in spellings if spelling in stored), None)
+    if copy not in stored or original is None:
+        return
+    one, other = stored[copy], stored[original]
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    if same and not one.eight_bits:
+        with _opened(one.file) as left, _opened(other.file) as right:
+            slices = left.get_slice(copy), right.get_slice(original)
+            for at in range(0, one.shape[0], COMPARED_ROWS):
+                stop = min(at + COMPARED_ROWS, one.shape[0])
+                same = same and np.array_equal(*(part[at:stop] for part in slices))
+    if not same:
+        raise WeightsError(
+            f"{one.file.parent}: config.json has tie_word_embeddings true, but {copy} ({one.dtype}) is not "
+            f"{original} ({other.dtype}) over again; set tie_word_embeddings to false in config.json to use both"
+        )
 
 
 def _match(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas import products
 from kernels_pallas.grouped_matmul import tiles
 from kernels_pallas.grouped_matmul.tiles import tile_rows
 from kernels_pallas.scaled_matmul.xla import whole
@@ -53,7 +54,7 @@ def _by_groups(x: Array, weight: Array, group_sizes: Array, scale: Array | None 
             def rows(i: Array, y: Array) -> Array:
                 row = starts[g] + i * tile
                 mine = i * tile + jnp.arange(tile) < group_sizes[g]
-                new = lax.dynamic_slice_in_dim(padded, row, tile) @ part.T
+                new = products.on_cpu(lax.dynamic_slice_in_dim(padded, row, tile), part, part.dtype)
                 old = lax.dynamic_slice(y, (row, column), (tile, columns))
                 return lax.dynamic_update_slice(y, jnp.where(mine[:, None], new, old), (row, column))
 

@@ -14,6 +14,8 @@ out in float32 before it multiplies; a tile that is written out stays in the cor
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas import products
+
 TILE_BYTES = 1 << 20  # of the float32 part of a weight that a core works on
 
 
@@ -30,8 +32,8 @@ def whole(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
 
 def _at_once(x: Array, weight: Array, scale: Array) -> Array:
     if scale.shape[1] > 1:
-        return _product(x, whole(weight, scale, x.dtype)).astype(x.dtype)
-    return (_product(x, weight.astype(x.dtype)) * scale[:, 0]).astype(x.dtype)
+        return products.x_first(x, whole(weight, scale, x.dtype), x.dtype)
+    return (products.x_first(x, weight.astype(x.dtype), jnp.dtype(jnp.float32)) * scale[:, 0]).astype(x.dtype)
 
 
 def _by_tiles(x: Array, weight: Array, scale: Array) -> Array:
@@ -44,11 +46,6 @@ def _by_tiles(x: Array, weight: Array, scale: Array) -> Array:
         all_rows, at = lax.optimization_barrier((weight, at))
         part = lax.dynamic_slice_in_dim(all_rows, at, rows)
         part = whole(part, lax.dynamic_slice_in_dim(scale, at, rows), jnp.dtype(jnp.float32))
-        return lax.dynamic_update_slice_in_dim(y, _product(wide, part), at, 1)
+        return lax.dynamic_update_slice_in_dim(y, products.on_cpu(wide, part, wide.dtype), at, 1)
 
     return lax.fori_loop(0, -(-out // rows), tile, jnp.zeros((x.shape[0], out))).astype(x.dtype)
-
-
-def _product(x: Array, weight: Array) -> Array:
-    """x [T, I] times weight [O, I] -> [T, O] float32."""
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -108,6 +108,24 @@ def test_ignored_patterns_match_whole_names(tmp_path):
     assert "lm_head" not in message
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4096])
+def test_a_tied_head_may_be_stored_if_it_is_the_same(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(loader, "COMPARED_ROWS", rows)
+    copies = {"lm_head.weight": ("model.embed.weight", "backbone.embed.weight")}
+    made = tensors("bfloat16")
+    made["lm_head.weight"] = made["backbone.embed.weight"].copy()
+    write(tmp_path, made)
+    check(load_safetensors(tmp_path, abstract(), NAMES, copies=copies))
+    for stored in (made["lm_head.weight"] + 1, made["lm_head.weight"].astype(np.int8), made["lm_head.weight"][:-1]):
+        write(tmp_path, made | {"lm_head.weight": stored, "lm_head.weight_scale": np.ones((7, 1), np.float32)})
+        message = refusal(tmp_path, copies=copies)
+        assert "lm_head.weight (" in message and "is not backbone.embed.weight (BF16) over again" in message
+        assert "set tie_word_embeddings to false" in message
+    made["lm_head.weight"][-1, -1] += 1
+    write(tmp_path, made)
+    assert "over again" in refusal(tmp_path, copies=copies)
+
+
 def test_quantised_dtype_is_refused(tmp_path):
     write(tmp_path, tensors() | {"norm.weight": np.zeros(4, np.int8)})
     assert "norm.weight: I8" in refusal(tmp_path)
