@@ -1,10 +1,11 @@
 """What the servers cost over the engine alone: tokens per second and time to first token, by number of streams.
 
-    python benchmarks/server.py [--tokens 64] [--repeats 3] [--output benchmarks/results/NAME.json]
+    python benchmarks/server.py [--tokens 64] [--repeats 3] [--output benchmarks/results/NAME.json] [-- FLAGS]
 
 The demo model in turns, so that each answer of the server has a partner: the engine in this process, and
-`jhybrid serve` in another one, asked from here over gRPC and HTTP. Server and client share the machine's cores with the
-engine, and the client's part is in the figures.
+`jhybrid serve` with FLAGS in another one, asked from here over gRPC and HTTP. Server and client share the machine's
+cores with the engine, and the client's part is in the figures; how much CPU time each process had per token says whose
+part is how large. What the server itself needs is what it has more than the engine alone.
 """
 
 import argparse
@@ -19,8 +20,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import grpc.aio
+import psutil
+
 from jhybrid import Engine, EngineConfig, Request, SamplingParams
-from jhybrid_server.client import AsyncClient
+from jhybrid_server import wire
 
 CONFIG = EngineConfig(model="demo", max_num_seqs=32, max_model_len=1024)
 STREAMS = (1, 32, 200)
@@ -51,14 +55,15 @@ def engine_alone(engine: Engine, streams: int, tokens: int) -> Figures:
     return figures(time.perf_counter() - started, list(firsts.values()), streams, tokens)
 
 
-async def over_grpc(client: AsyncClient, number: int, tokens: int, first: First) -> None:
-    async for delta in client.stream(request(number, tokens)):
-        if delta.token_ids:
-            first()
+async def over_grpc(channel: grpc.aio.Channel, number: int, tokens: int, first: First) -> None:
+    """With as little client as there can be, which leaves messages unread, so that the server's cost is what shows."""
+    generate = channel.unary_stream("/jhybrid.v1.InferenceService/Generate")
+    async for _ in generate(wire.request_to_wire(request(number, tokens)).SerializeToString()):
+        first()
 
 
 async def over_http(port: int, number: int, tokens: int, first: First) -> None:
-    """With as little client as there can be, so that the server's cost is what shows."""
+    """With as little client as there can be."""
     sampling = {"max_tokens": tokens, "ignore_eos": True, "seed": number, "stream": True}
     body = json.dumps({"prompt": f"My lord, {number}"} | sampling).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -83,34 +88,50 @@ async def served(stream: Callable[[int, First], Awaitable[None]], streams: int, 
     return figures(time.perf_counter() - started, list(firsts.values()), streams, tokens)
 
 
-async def measure(engine: Engine, address: dict, tokens: int, repeats: int) -> Results:
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def measure(engine: Engine, address: dict, pid: int, tokens: int, repeats: int) -> Results:
     """Figures of the engine alone and of both protocols, in turns, by number of streams."""
     port = int(address["http"].rpartition(":")[2])
-    async with AsyncClient(address["grpc"]) as client:
+    processes = {"client_cpu_us": psutil.Process(), "server_cpu_us": psutil.Process(pid)}
+    async with grpc.aio.insecure_channel(address["grpc"]) as channel:
 
         async def alone(streams: int) -> Figures:
             return engine_alone(engine, streams, tokens)
 
-        async def grpc(streams: int) -> Figures:
-            return await served(lambda number, first: over_grpc(client, number, tokens, first), streams, tokens)
+        async def asked_over_grpc(streams: int) -> Figures:
+            return await served(lambda number, first: over_grpc(channel, number, tokens, first), streams, tokens)
 
-        async def http(streams: int) -> Figures:
+        async def asked_over_http(streams: int) -> Figures:
             return await served(lambda number, first: over_http(port, number, tokens, first), streams, tokens)
 
-        ways = {"engine": alone, "grpc": grpc, "http": http}
+        ways = {"engine": alone, "grpc": asked_over_grpc, "http": asked_over_http}
         for way in ways.values():
             await way(1)  # connections, imports and the like
         results: Results = {name: {str(streams): [] for streams in STREAMS} for name in ways}
         for streams in STREAMS:
             for turn in range(repeats):
                 for name in (*ways, *ways)[turn % 3 : turn % 3 + 3]:
-                    results[name][str(streams)].append(await ways[name](streams))
+                    before = {what: cpu_seconds(process) for what, process in processes.items()}
+                    found = await ways[name](streams)
+                    used = {what: cpu_seconds(processes[what]) - was for what, was in before.items()}
+                    if name == "engine":  # which is in this process
+                        used = {"server_cpu_us": used["client_cpu_us"]}
+                    per_token = {what: seconds / (streams * tokens) * 1e6 for what, seconds in used.items()}
+                    results[name][str(streams)].append(found | per_token)
     return results
 
 
 def print_table(results: Results) -> None:
-    """Medians, and those of each turn's share of the engine's speed and of what it adds to its first token."""
-    print(f"{'':8}{'streams':>8}{'tokens/s':>10}{'of engine':>10}{'first token ms':>16}{'added ms':>10}")
+    """Medians, and those of each turn's share of the engine's speed and of what it adds to its first token.
+
+    CPU time is in microseconds per token.
+    """
+    print(f"{'':8}{'streams':>8}{'tokens/s':>10}{'of engine':>10}{'first token ms':>16}{'added ms':>10}", end="")
+    print(f"{'server CPU':>12}{'client CPU':>12}")
     for name, by_streams in results.items():
         for streams, runs in by_streams.items():
             pairs = list(zip(runs, results["engine"][streams], strict=True))
@@ -118,7 +139,9 @@ def print_table(results: Results) -> None:
             share = statistics.median(run["tokens_per_second"] / own["tokens_per_second"] for run, own in pairs)
             first = statistics.median(run["first_token_ms"] for run in runs)
             added = statistics.median(run["first_token_ms"] - own["first_token_ms"] for run, own in pairs)
-            print(f"{name:8}{streams:>8}{speed:>10.0f}{share:>10.0%}{first:>16.1f}{added:>10.1f}")
+            cpu = [statistics.median(run.get(f"{side}_cpu_us", 0.0) for run in runs) for side in ("server", "client")]
+            print(f"{name:8}{streams:>8}{speed:>10.0f}{share:>10.0%}{first:>16.1f}{added:>10.1f}", end="")
+            print(f"{cpu[0]:>12.0f}{cpu[1]:>12.0f}")
 
 
 def main() -> None:
@@ -126,9 +149,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
+    parser.add_argument("flags", nargs="*", help="of jhybrid serve, after --")
     arguments = parser.parse_args()
     tokens, repeats = arguments.tokens, arguments.repeats
     flags = ["--max-num-seqs", str(CONFIG.max_num_seqs), "--max-model-len", str(CONFIG.max_model_len)]
+    flags += arguments.flags
     command = [sys.executable, "-m", "jhybrid.cli", "serve", *flags, "--port", "0", "--grpc-port", "0", "--json"]
     with (
         Engine(CONFIG) as engine,
@@ -136,13 +161,14 @@ def main() -> None:
     ):
         assert server.stdout is not None
         try:
-            results = asyncio.run(measure(engine, json.loads(server.stdout.readline()), tokens, repeats))
+            results = asyncio.run(measure(engine, json.loads(server.stdout.readline()), server.pid, tokens, repeats))
         finally:
             server.terminate()
     print_table(results)
     if arguments.output is not None:
         machine = {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
-        text = {"command": f"python benchmarks/server.py --tokens {tokens} --repeats {repeats}", "machine": machine}
+        command = " ".join(["python benchmarks/server.py", *sys.argv[1:]])
+        text = {"command": command, "machine": machine}
         arguments.output.write_text(json.dumps(text | {"results": results}, indent=1) + "\n")
 
 

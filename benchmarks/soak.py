@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,12 @@ async def over_http(port: int, asked: Asked, book: Book) -> str:
             await asyncio.sleep(dice.random() ** 3 * 3)
             return "left"
         status, events = 0, []
-        async for line in _lines(reader, dice if kind == "slow" else None):
+        async for line in reader:
             if not status:
                 status = int(line.split()[1])
             if line.startswith(b"data: "):
+                if kind == "slow":
+                    await asyncio.sleep(dice.random() * 0.3)
                 if not events and kind == "stream":
                     book.first["http"].append(time.monotonic() - started)
                 events.append(line[6:].strip())
@@ -153,13 +155,6 @@ async def over_http(port: int, asked: Asked, book: Book) -> str:
         _check_events(events, streams, asked.tokens)
         book.whole["http"].append(time.monotonic() - started)
     return "answered" if due == 200 else "refused"
-
-
-async def _lines(reader: asyncio.StreamReader, dawdling: random.Random | None) -> AsyncIterator[bytes]:
-    while line := await reader.readline():
-        yield line
-        if dawdling is not None:
-            await asyncio.sleep(dawdling.random() * 0.3)
 
 
 def _check_events(events: list[bytes], streams: bool, tokens: int) -> None:

@@ -436,6 +436,8 @@ class Serve:
     which is what the chat template shows."""
     reasoning_parser: str = "auto"
     """How the model marks its reasoning: think, none, or auto, which is what the chat template shows."""
+    stream_interval: int = 1
+    """Tokens of one event of a stream, of which the first has one: more cost less and come later."""
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     watchdog_seconds: float = 120.0
@@ -494,6 +496,7 @@ class Serve:
                 otlp_traces_endpoint=self.otlp_traces_endpoint,
                 json_output=self.json,
                 parsers=Parsers(self.tool_call_parser, self.reasoning_parser),
+                stream_interval=self.stream_interval,
             )
         )
 

@@ -2,7 +2,8 @@
 
 import math
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from jhybrid.errors import RequestError
 from jhybrid.structured_outputs import StructuredOutputs
@@ -244,6 +245,21 @@ class Delta:
     cached_tokens: int = 0
     miss_cause: str | None = None
     queue_seconds: float | None = None  # from submission to the first dispatch; once, with the first delta
+
+    @classmethod
+    def joined(cls, parts: Sequence["Delta"]) -> "Delta":
+        """What consecutive deltas of one completion add up to."""
+        first, last = parts[0], parts[-1]
+        if first is last:
+            return last
+        return replace(
+            last,
+            token_ids=[token for delta in parts for token in delta.token_ids],
+            text="".join(delta.text for delta in parts),
+            logprobs=[entry for delta in parts for entry in delta.logprobs or ()] or None,
+            prompt_logprobs=next((d.prompt_logprobs for d in parts if d.prompt_logprobs is not None), None),
+            queue_seconds=first.queue_seconds,
+        )
 
 
 def _flag(name: str, value: object) -> None:

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -11,12 +10,12 @@ from starlette.types import Receive, Scope, Send
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Request
-from jhybrid_server.desk import STALL_SECONDS, Call, Desk
+from jhybrid_server.desk import Call, Desk
 from jhybrid_server.http_errors import error_body, error_response
 from jhybrid_server.openai_answers import Answers, cost, envelope, now
 from jhybrid_server.openai_schema import GenerationBody
 
-log = logging.getLogger("jhybrid_server")
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 LONG_ANSWER = 1024
 """Answers of more tokens, prompts included, become JSON away from the event loop: each may have log-probabilities."""
@@ -65,16 +64,13 @@ class Answering:
                 kind = answers.chunk_kind
                 extra = {"usage": None} if self._body.wants_stream_usage else {}
                 await events.start()
-                for choice in answers.begin():
-                    await events.write(self._envelope(kind, [choice]) | extra)
+                await events.write(self._envelope(kind, [choice]) | extra for choice in answers.begin())
                 async for number, delta in call.deltas():
-                    for choice in answers.chunks(number, delta):
-                        await events.write(self._envelope(kind, [choice]) | extra)
+                    choices = answers.chunks(number, delta)
+                    await events.write(self._envelope(kind, [choice]) | extra for choice in choices)
                 if self._body.wants_stream_usage:
-                    await events.write(self._envelope(kind, []) | cost(call, answers))
+                    await events.write([self._envelope(kind, []) | cost(call, answers)])
                 await events.end("[DONE]")
-        except Stalled:
-            raise
         except Exception as error:  # noqa: BLE001 - every error becomes a response or the stream's last event
             error = renamed(error, self._body)
             if events.started:
@@ -86,12 +82,8 @@ class Answering:
         return envelope(self._name, kind, self._desk.model_name, choices, self._created)
 
 
-class Stalled(Exception):
-    """The client takes no bytes. Leaving the application with it closes the connection."""
-
-
 class Events:
-    """Server-sent events to a client that may be slow."""
+    """Server-sent events. Sending waits for a client that is slow; `Connection` drops one that takes nothing."""
 
     def __init__(self, send: Send, name: str):
         self._send, self._name = send, name
@@ -106,23 +98,17 @@ class Events:
             (b"x-accel-buffering", b"no"),  # proxies must not gather events
             (b"x-request-id", self._name.encode()),
         ]
-        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def write(self, event: dict[str, Any]) -> None:
-        """One event."""
-        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        await self._put({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    async def write(self, events: Iterable[dict[str, Any]]) -> None:
+        """Some events in one piece."""
+        data = "".join([f"data: {encode(event)}\n\n" for event in events])
+        if data:
+            await self._send({"type": "http.response.body", "body": data.encode(), "more_body": True})
 
     async def end(self, data: str) -> None:
         """The last event."""
-        await self._put({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": False})
-
-    async def _put(self, message: dict[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(STALL_SECONDS):
-                await self._send(message)
-        except TimeoutError as error:
-            raise Stalled(f"{self._name}: the client took no bytes for {STALL_SECONDS:g} s") from error
+        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": False})
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

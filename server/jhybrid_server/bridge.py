@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from jhybrid.errors import EngineDeadError, JhybridError, RequestError
+from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, RequestError
 from jhybrid.request import Delta, Request
 from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("jhybrid_server")
 
 Result = TypeVar("Result")
+
+LONG_PROMPT = 4096
+"""Prompts of more characters or tokens are checked in a thread: shorter ones take less time than the way there."""
 
 
 class NotReadyError(JhybridError):
@@ -83,17 +86,35 @@ class Stream:
         self.queue = queue
         self.unfinished = request.sampling.n
         self.wanted = True
+        self._held: dict[int, list[Delta]] = {}  # by answer, what its caller is not told yet
+
+    def due(self, delta: Delta, interval: int) -> Iterable[Delta]:
+        """What to tell now: an answer's first token at once, then `interval` tokens at a time, the rest at its end."""
+        held = self._held.get(delta.index)
+        if held is None:
+            self._held[delta.index] = []
+            return [delta]
+        held.append(delta)
+        if delta.finish_reason is None and sum(len(each.token_ids) for each in held) < interval:
+            return []
+        self._held[delta.index] = []
+        return _gathered(held)
 
 
 class Bridge:
     """Owns the engine's thread. Start it, await `ready`, then open streams from any event loop."""
 
-    def __init__(self, make_engine: Callable[[], ServedEngine], startup: Startup | None = None):
+    def __init__(
+        self, make_engine: Callable[[], ServedEngine], startup: Startup | None = None, stream_interval: int = 1
+    ):
         """`make_engine` is called in the thread, so that the device has one owner from the first moment.
 
-        It keeps `startup` up to date.
+        It keeps `startup` up to date. Callers are told of an answer's first token at once, then of `stream_interval`
+        tokens at a time. Raises ConfigError unless that is at least 1.
         """
-        self._make_engine = make_engine
+        if stream_interval < 1:
+            raise ConfigError("stream_interval", f"{stream_interval} is below 1; 1 is every token as it comes")
+        self._make_engine, self._stream_interval = make_engine, stream_interval
         self.startup = startup or Startup()
         self._moved: float | None = None  # when something last became known; None while there is nothing to do
         self._engine: ServedEngine | None = None
@@ -143,7 +164,7 @@ class Bridge:
         return "".join(traceback.format_stack(frame)) if frame else "(it has ended)"
 
     async def open(self, requests: Iterable[Request]) -> list[Stream]:
-        """Check requests, away from the event loop as texts may be long, and queue them: all of them or none.
+        """Check requests, those of long texts away from the event loop, and queue them: all of them or none.
 
         Grammars are compiled in threads of their own: one that takes long holds up nothing but others of its kind.
 
@@ -153,7 +174,9 @@ class Bridge:
         engine, queue = self.engine, asyncio.Queue()
         streams = []
         for request in requests:
-            ids = await asyncio.to_thread(engine.intake.check, request)
+            is_long = len(request.prompt or request.prompt_token_ids or ()) > LONG_PROMPT
+            check = engine.intake.check
+            ids = await asyncio.to_thread(check, request) if is_long else check(request)
             name = request.request_id or uuid.uuid4().hex
             checked = replace(request, prompt=None, prompt_token_ids=ids, request_id=name)
             streams.append(Stream(checked, queue, await self._grammar(engine, request)))
@@ -174,15 +197,19 @@ class Bridge:
     async def deltas(self, streams: Sequence[Stream]) -> AsyncIterator[Delta]:
         """What the engine adds to streams that were opened together, up to the last delta of each answer.
 
-        EngineDeadError if its thread dies meanwhile.
+        A reader who is behind gets what has gathered meanwhile as one delta for each answer. EngineDeadError if the
+        engine's thread dies.
         """
-        left = sum(stream.request.sampling.n for stream in streams)
+        left, queue = sum(stream.request.sampling.n for stream in streams), streams[0].queue
         while left:
-            item = await streams[0].queue.get()
-            if isinstance(item, JhybridError):
-                raise item
-            left -= item.finish_reason is not None
-            yield item
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            for delta in _gathered([item for item in items if isinstance(item, Delta)]):
+                left -= delta.finish_reason is not None
+                yield delta
+            if isinstance(items[-1], JhybridError):
+                raise items[-1]
 
     def abandon(self, stream: Stream) -> None:
         """The caller has gone: end its request in whatever phase it is. Harmless when it has ended already."""
@@ -303,7 +330,8 @@ class Bridge:
                 if not stream.unfinished:
                     del self._streams[delta.request_id]
             if stream.wanted:
-                by_loop[stream.loop].append((stream, delta))
+                due = stream.due(delta, self._stream_interval)
+                by_loop[stream.loop].extend((stream, each) for each in due)
         for loop, items in by_loop.items():
             if not _deliver(loop, items):
                 log.warning("the event loop of %d requests is closed; they are aborted", len(items))
@@ -339,6 +367,21 @@ def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[Stream, Delta | 
             raise
         return False
     return True
+
+
+def _gathered(deltas: list[Delta]) -> Iterable[Delta]:
+    """The same with those of each answer together, but for ends that its tokens have no part in."""
+    if len(deltas) < 2:
+        return deltas
+    by_answer: dict[tuple[str, int], list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        by_answer[delta.request_id, delta.index].append(delta)
+    gathered = []
+    for parts in by_answer.values():
+        apart = parts.pop() if parts[-1].finish_reason in ("error", "abort") else None
+        gathered += [Delta.joined(parts)] if parts else []
+        gathered += [apart] if apart else []
+    return gathered
 
 
 def _obituary(cause: BaseException | None) -> JhybridError:

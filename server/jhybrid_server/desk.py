@@ -77,7 +77,7 @@ class Call:
         parts: dict[tuple[int, int], list[Delta]] = defaultdict(list)
         async for number, delta in self.deltas():
             parts[number, delta.index].append(delta)
-        return {key: _sum(deltas) for key, deltas in parts.items()}
+        return {key: Delta.joined(deltas) for key, deltas in parts.items()}
 
     @property
     def usage(self) -> Usage:
@@ -283,16 +283,3 @@ class Desk:
 @functools.lru_cache(maxsize=4)
 def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate.of(tokenizer)
-
-
-def _sum(parts: list[Delta]) -> Delta:
-    """What the deltas of one answer add up to, as one delta."""
-    last = parts[-1]
-    logprobs = [entry for delta in parts for entry in delta.logprobs or ()]
-    return replace(
-        last,
-        token_ids=[token for delta in parts for token in delta.token_ids],
-        text="".join(delta.text for delta in parts),
-        logprobs=logprobs or None,
-        prompt_logprobs=next((d.prompt_logprobs for d in parts if d.prompt_logprobs is not None), None),
-    )

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -122,17 +123,48 @@ class InferenceService(services.InferenceServiceServicer):
 
 async def _answer(call: Call, context: grpc.aio.ServicerContext, readings: Readings | None = None) -> None:
     """Write a call's deltas, those of a chat as read; the last one also has what the call cost, unless it fails."""
-    async for _, delta in call.deltas():
-        message = wire.delta_to_wire(delta if readings is None else readings[delta.index].take(delta))
-        if call.ended_well:
-            reasoning = None if readings is None else readings.reasoning_tokens
-            message.usage.CopyFrom(wire.usage_to_wire(replace(call.usage, reasoning_tokens=reasoning)))
-            message.timing.CopyFrom(wire.timing_to_wire(call.timing))
-        try:
-            async with asyncio.timeout(STALL_SECONDS):
-                await context.write(message)
-        except TimeoutError as error:
-            raise AbortedError(f"the client took no message for {STALL_SECONDS:g} s") from error
+    try:
+        async with Patience(STALL_SECONDS) as patience:
+            async for _, delta in call.deltas():
+                message = wire.delta_to_wire(delta if readings is None else readings[delta.index].take(delta))
+                if call.ended_well:
+                    reasoning = None if readings is None else readings.reasoning_tokens
+                    message.usage.CopyFrom(wire.usage_to_wire(replace(call.usage, reasoning_tokens=reasoning)))
+                    message.timing.CopyFrom(wire.timing_to_wire(call.timing))
+                await patience.with_(context.write(message))
+    except TimeoutError as error:
+        raise AbortedError(f"the client took no message for {STALL_SECONDS:g} s") from error
+
+
+class Patience:
+    """Bounds each of many waits by one timer: the block ends with TimeoutError when one of them takes too long."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._limit = seconds, asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+
+    async def with_(self, work: Awaitable[None]) -> None:
+        """Wait for `work`."""
+        self._since = self._loop.time()
+        await work
+        self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._since is not None and now - self._since >= self._seconds:
+            self._limit.reschedule(now)
+        else:
+            self._next_look = self._loop.call_later(self._seconds / 10, self._look)
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._next_look.cancel()
+        await self._limit.__aexit__(*error)
 
 
 class Health(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]

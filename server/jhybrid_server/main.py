@@ -60,6 +60,7 @@ def serve(
     otlp_traces_endpoint: str | None = None,
     json_output: bool = False,
     parsers: Parsers | None = None,
+    stream_interval: int = 1,
     make_engine: Callable[[Startup], ServedEngine] | None = None,
 ) -> int:
     """Serve over HTTP and gRPC until SIGTERM or SIGINT; returns the process's exit code.
@@ -68,10 +69,10 @@ def serve(
     first signal lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. With
     work and no step that ends for `watchdog_seconds`, health turns NOT_SERVING until one does; 0 for never. Raises what
     keeps the engine from starting (ConfigError, WeightsError, OutOfMemoryError). Exit code 1 means that the engine's
-    thread died. `make_engine` stands in for the engine in tests.
+    thread died. `stream_interval` is the bridge's; `make_engine` stands in for the engine in tests.
     """
     startup = Startup()
-    bridge = Bridge(partial(make_engine or partial(_engine, config), startup), startup)
+    bridge = Bridge(partial(make_engine or partial(_engine, config), startup), startup, stream_interval)
     name = served_model_name or config.model
     tracers = [CallTracer(otlp_traces_endpoint, name)] if otlp_traces_endpoint else []
     desk = Desk(bridge, name, watchdog_seconds, [CallLog(log_prompts), *tracers], parsers)

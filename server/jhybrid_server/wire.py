@@ -246,9 +246,11 @@ def delta_to_wire(delta: Delta) -> pb.GenerateResponse:
         index=delta.index,
         token_ids=delta.token_ids,
         text=delta.text,
-        logprobs=_logprobs_to_wire(delta.logprobs or ()),
-        prompt_logprobs=_logprobs_to_wire(delta.prompt_logprobs or ()),
     )
+    if delta.logprobs is not None:
+        message.logprobs.extend(_logprobs_to_wire(delta.logprobs))
+    if delta.prompt_logprobs is not None:
+        message.prompt_logprobs.extend(_logprobs_to_wire(delta.prompt_logprobs))
     if delta.finish_reason in FINISH_REASONS:
         message.finish_reason = FINISH_REASONS[delta.finish_reason]
     if isinstance(delta.stop_reason, str):

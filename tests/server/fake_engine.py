@@ -62,6 +62,7 @@ class FakeEngine:
         self.looks = 0  # how often it was asked for work
         self.gate = threading.Event()  # cleared: steps wait
         self.gate.set()
+        self.is_held = False
         self.closed = False
         self.flushes = 0
         self.script: bytes | None = None
@@ -104,6 +105,7 @@ class FakeEngine:
     def step(self) -> list[Delta]:
         self.threads.add(threading.get_ident())
         time.sleep(self.step_seconds)
+        self.is_held = not self.gate.is_set()
         self.gate.wait(10)
         self.steps += 1
         while self.waiting and len(self.running) < self.slots:

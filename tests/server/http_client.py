@@ -47,11 +47,15 @@ def events(port: int, path: str, body: dict) -> Iterator[Any]:
         connection.close()
 
 
-def hang(port: int, path: str, body: dict) -> socket.socket:
+def hang(port: int, path: str, body: dict, receive_buffer: int | None = None) -> socket.socket:
     """Send a request and keep the socket, its answer unread."""
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", port), 10)
+    connection = socket.socket()
+    connection.settimeout(10)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", port))
     connection.sendall(head.encode() + raw)
     return connection
 

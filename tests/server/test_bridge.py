@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jhybrid.errors import RequestError
+from jhybrid.errors import ConfigError, RequestError
 from jhybrid.request import Delta, Request, SamplingParams
 from jhybrid_server.bridge import Bridge, NotReadyError
 from tests.server.fake_engine import FakeEngine, answer_text
@@ -45,6 +45,41 @@ def test_callers_from_several_event_loops(bridge: Bridge):
     for thread in threads:
         thread.join(10)
     assert texts == [answer_text(4, 16)] * 6
+
+
+def test_a_reader_who_is_behind_gets_what_has_gathered_at_once(bridge: Bridge, engine: FakeEngine):
+    async def work() -> list[Delta]:
+        await bridge.ready()
+        streams = await bridge.open(
+            [Request(prompt="abc", sampling=SamplingParams(n=2, logprobs=1)), Request(prompt="nan")]
+        )
+        while bridge._streams:
+            await asyncio.sleep(0.005)
+        return [delta async for delta in bridge.deltas(streams)]
+
+    first, second, said, failed = asyncio.run(work())
+    assert [first.text, second.text] == [answer_text(4, 16), answer_text(4, 16, 1)]
+    assert len(first.token_ids) == len(first.logprobs or ()) == 16 and first.finish_reason == "length"
+    assert (said.text, said.finish_reason) == (answer_text(4, 2), None)
+    assert (failed.token_ids, failed.finish_reason) == ([], "error")
+
+
+def test_streams_in_intervals_begin_at_once(engine: FakeEngine):
+    bridge = Bridge(lambda: engine, stream_interval=4)
+    bridge.start()
+
+    async def work() -> list[Delta]:
+        await bridge.ready()
+        streams = await bridge.open([Request(prompt="abc", sampling=SamplingParams(max_tokens=11))])
+        return [delta async for delta in bridge.deltas(streams)]
+
+    engine.step_seconds = 0.02
+    deltas = asyncio.run(work())
+    assert [len(delta.token_ids) for delta in deltas] == [1, 4, 4, 2]
+    assert "".join(delta.text for delta in deltas) == answer_text(4, 11)
+    assert bridge.close()
+    with pytest.raises(ConfigError, match="stream_interval: 0 is below 1"):
+        Bridge(lambda: engine, stream_interval=0)
 
 
 def test_last_deltas_of_an_abandoned_request_reach_no_later_one_of_its_id(bridge: Bridge, engine: FakeEngine):
@@ -135,7 +170,7 @@ def test_steps_that_end_nothing_count_as_a_stall():
         await asyncio.sleep(0.3)
         assert bridge.stalled_seconds > 0.25 and "in step" in bridge.stack()
         engine.gate.set()
-        assert len([delta async for delta in bridge.deltas([stream])]) == 16
+        assert sum([len(delta.token_ids) async for delta in bridge.deltas([stream])]) == 16
         await asyncio.sleep(0.1)
         assert bridge.stalled_seconds == 0
 
