@@ -10,6 +10,7 @@ import json
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from engine import FLAGS, MODELS, bench_command
@@ -35,8 +36,8 @@ def measure(
     flags: list[str] = FLAGS,
     shared: tuple[str, ...] = (),
     compiled: str | None = None,
-) -> tuple[dict, dict[str, list[dict[str, float]]]]:
-    """The machine, and of each engine what it did in each round. `shared` options are given to all of them.
+) -> Iterator[tuple[dict, dict[str, list[dict[str, float]]]]]:
+    """After each round: the machine, and of each engine what it did in each so far. `shared` options are given to all.
 
     `compiled` is a folder of executables that outlives the run.
     """
@@ -50,7 +51,7 @@ def measure(
                 python, script = peer.split("=")
                 figures = run([python, script, model[1], *shared])
                 runs.setdefault(figures["engine"], []).append(rates(figures))
-    return machine, runs
+            yield machine, runs
 
 
 def ratio(runs: dict[str, list[dict[str, float]]], peer: str, key: str) -> float:
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    machine, runs = measure(MODELS[asked.model], asked.peer, asked.rounds)
+    *_, (machine, runs) = measure(MODELS[asked.model], asked.peer, asked.rounds)
     found = medians(runs)
     peers = [name for name in found if name != "jhybrid"]
     table = Table("tokens/s", *found, *(f"jhybrid / {name}" for name in peers))

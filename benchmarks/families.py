@@ -37,8 +37,12 @@ def main() -> None:
     kept = json.loads(asked.output.read_text())["kinds"] if asked.output and asked.output.exists() else {}
     for kind in asked.kinds:
         model = ["--model", str(MODELS / KINDS[kind])]
-        machine, runs = measure(model, asked.peer, asked.rounds, FLAGS, SHARED, asked.compiled)
-        kept[kind] = {"model": KINDS[kind], "machine": machine, "runs": runs}
+        for machine, runs in measure(model, asked.peer, asked.rounds, FLAGS, SHARED, asked.compiled):
+            kept[kind] = {"model": KINDS[kind], "machine": machine, "runs": runs}
+            if asked.output is not None:
+                text = {"command": "python benchmarks/families.py", "kinds": kept}
+                asked.output.write_text(json.dumps(text, indent=1) + "\n")
+        runs = kept[kind]["runs"]
         found = medians(runs)
         peers = [name for name in found if name != "jhybrid"]
         table = Table(f"{kind}, tokens/s", *found, *(f"jhybrid / {name}" for name in peers))
@@ -46,9 +50,6 @@ def main() -> None:
             ratios = [ratio(runs, name, key) for name in peers]
             table.add_row(key, *(f"{m[key]:.1f}" for m in found.values()), *(f"{r:.2f}" for r in ratios))
         Console().print(table)
-        if asked.output is not None:
-            text = {"command": "python benchmarks/families.py", "kinds": kept}
-            asked.output.write_text(json.dumps(text, indent=1) + "\n")
 
 
 if __name__ == "__main__":

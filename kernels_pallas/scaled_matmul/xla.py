@@ -1,14 +1,16 @@
 """scaled_matmul in plain JAX: on CPU tile after tile of the weight, elsewhere one product.
 
-Twelve products of 4096 x 1024 on two AVX-512 cores (JAX 0.10.2), milliseconds. XLA's CPU code writes the whole weight
-out in float32 before it multiplies; a tile that is written out stays in the core's cache.
+XLA's CPU code writes the whole weight out in float32 before it multiplies, ten times as slow for one row; a tile that
+is written out stays in the core's cache. Twelve products of 4096 x 1024 on two AVX-512 cores (JAX 0.10.2), milliseconds
+of processor time:
 
-| rows of x | float32 weight | int8, at once | int8, in tiles | e4m3, in tiles |
-|---|---|---|---|---|
-| 1 | 9 | 87 | 8 | 18 |
-| 16 | 29 | 106 | 30 | 42 |
-| 64 | 82 | 165 | 82 | 90 |
-| 256 | 232 | 272 | 283 | 297 |
+| rows of x | float32 weight | int8, in tiles | e4m3, in tiles |
+|---|---|---|---|
+| 1 | 10 | 9 | 19 |
+| 2 | 13 | 13 | 22 |
+| 16 | 23 | 26 | 35 |
+| 64 | 69 | 86 | 90 |
+| 256 | 309 | 305 | 310 |
 """
 
 import jax.numpy as jnp
