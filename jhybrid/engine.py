@@ -400,7 +400,8 @@ class Engine:
             return []
         finally:
             self.stats.steps_ended += 1
-        self.stats.landed(flight.bucket, flight.started)
+        seconds = self.stats.landed(flight.bucket, flight.started)
+        self.ledger.computed([item.num_tokens for item in flight.plan.items], seconds)
         self.landed = flight
         tokens = result.tokens.tolist()
         deltas, start = [], 0

@@ -366,9 +366,9 @@ class Runner:
         """Start copying pages, at most `pages_per_copy`, and a snapshot, as they are after the steps started so far."""
         return self.copies.out(self.cache, self.store, pages, snapshot)
 
-    def stage(self, pages: Seq[Blob], state: Blob | None) -> Staged:
+    def stage(self, pages: Seq[Blob], state: Blob | None, until: float) -> Staged:
         """Bring a prefix to the device, into no cache yet, and wait for it. Any thread may call it."""
-        return self.copies.stage(pages, state)
+        return self.copies.stage(pages, state, until)
 
     def copy_in(self, staged: Staged, skip: int, pages: Seq[int], snapshot: int | None) -> None:
         """Write staged pages from the `skip`-th on, and the state, into rows, after the steps started so far."""

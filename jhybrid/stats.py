@@ -55,11 +55,13 @@ class Stats:
             if item.first_pos < item.sequence.prompt_len
         )
 
-    def landed(self, bucket: Bucket, started: float) -> None:
-        """Count a step that was started at a time of `perf_counter` and whose results are there now."""
+    def landed(self, bucket: Bucket, started: float) -> float:
+        """Count a step that was started at a time of `perf_counter` and whose results are there now; its seconds."""
         now = time.perf_counter()
-        self.step_seconds.setdefault(bucket, Histogram(STEP_SECONDS)).observe(now - max(started, self._ended_at))
+        seconds = now - max(started, self._ended_at)
+        self.step_seconds.setdefault(bucket, Histogram(STEP_SECONDS)).observe(seconds)
         self._ended_at = now
+        return seconds
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:

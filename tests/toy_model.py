@@ -270,7 +270,7 @@ class ToyRunner:
 
         return ToyOutgoing(read, self.copy_polls)
 
-    def stage(self, pages: Sequence[Blob], state: Blob | None) -> ToyStaged:
+    def stage(self, pages: Sequence[Blob], state: Blob | None, until: float) -> ToyStaged:
         return ToyStaged(list(pages), state)
 
     def copy_in(self, staged: ToyStaged, skip: int, pages: Sequence[int], snapshot: int | None) -> None:

@@ -133,7 +133,9 @@ class Ledger:
         """Go on in the lower tiers, unless another sequence is about to publish as much as they have."""
         keys, depth = self._keys(sequence), hit.tokens // self.page_size
         digests, held = tiers.digests(sequence, keys)[:most], len(path) if self.pages.size else 0
-        hit.waits = self._prefills.wait(sequence, keys[:most], max(depth, tiers.reach(sequence, digests, held) - 1))
+        hit.waits = self._prefills.wait(
+            sequence, keys[:most], max(depth, tiers.reach(sequence, digests, held, depth) - 1)
+        )
         if hit.waits:
             return
         fetch = tiers.fetch(sequence, digests, held, depth)
@@ -543,6 +545,12 @@ class Ledger:
         """Forget every prefix that the device has. What sequences still use is freed when they end."""
         if self.tree is not None:
             self.tree.clear()
+
+    def computed(self, tokens: list[int], seconds: float) -> None:
+        """A step over so many tokens of each of its sequences took so long."""
+        prompt = sum(count for count in tokens if count > 1)
+        if self.tiers is not None and 2 * prompt > sum(tokens):  # most of the time went on prompts
+            self.tiers.price.computed(prompt, seconds)
 
     def tick(self) -> None:
         """Behind every step: go on copying to the lower tiers."""

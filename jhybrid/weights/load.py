@@ -1,5 +1,6 @@
 """Load: from an engine's configuration to a model in memory. Called by the engine, before anything is compiled."""
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Ledger
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.router import Part, Router
+from jhybrid.cache.snapshots import bytes_per_snapshot
+from jhybrid.cache.tiers.host import HostTier
+from jhybrid.cache.tiers.store import Store
 from jhybrid.cache.tiers.tiers import TierConfig, Tiers
 from jhybrid.cache.tuning import Tuner
 from jhybrid.config import EngineConfig
@@ -225,6 +229,10 @@ def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int
 
 def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked: int = 0) -> Runner:
     """Plan memory, compile every bucket, allocate the caches, with room for `max_parked` sequences more than run."""
+    if config.host_cache_bytes:
+        router, dtype = model.router, config.snapshot_dtype
+        packed = None if dtype == "auto" else bytes_per_snapshot(router, dtype)  # pyright: ignore[reportArgumentType]
+        check_tiers(config, model, router.bytes_per_page, packed or router.bytes_per_slot)  # before what takes time
     return Runner(
         model.module,
         model.params,
@@ -278,9 +286,7 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
 
 def make_tiers(config: EngineConfig, model: Model, runner: Runner) -> Tiers:
     """The host tier, and the disk tier if there is to be one. Raises ConfigError."""
-    free = psutil.virtual_memory().available
-    if config.host_cache_bytes > free:
-        raise ConfigError("host_cache_bytes", f"{config.host_cache_bytes} is more than the {free} B of memory left")
+    check_tiers(config, model, runner.page_form.bytes, runner.state_form.bytes)
     tiers = TierConfig(
         host_bytes=config.host_cache_bytes,
         state_share=config.host_cache_state_share,
@@ -290,7 +296,21 @@ def make_tiers(config: EngineConfig, model: Model, runner: Runner) -> Tiers:
         timeout=config.cache_load_timeout,
     )
     name = b"" if config.disk_cache_url is None else fingerprint(config, model, runner.executables)
-    return Tiers(tiers, runner, name, pages_per_seq=-(-model.max_model_len // config.page_size))
+    return Tiers(tiers, runner, name, page_size=config.page_size)
+
+
+def check_tiers(config: EngineConfig, model: Model, page_bytes: int, state_bytes: int) -> None:
+    """Raises ConfigError for a host tier that does not fit, or holds too little, and a disk that cannot be written."""
+    free = psutil.virtual_memory().available
+    if config.host_cache_bytes > free:
+        raise ConfigError(
+            "host_cache_bytes", f"{config.host_cache_bytes} is more than the {free} B of memory left; use less"
+        )
+    host = HostTier(config.host_cache_bytes, config.host_cache_state_share)
+    host.check(page_bytes, state_bytes, -(-model.max_model_len // config.page_size))
+    if config.disk_cache_url is not None:
+        with contextlib.suppress(OSError, ValueError):  # a tier that is out, and may come back
+            Store(config.disk_cache_url).probe()
 
 
 def make_tuner(config: EngineConfig, model: Model, memory: MemoryPlan, tree: PrefixTree) -> Tuner:

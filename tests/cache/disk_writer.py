@@ -1,7 +1,12 @@
-"""A process that writes to a disk tier until it is killed. Every entry can be recomputed from its name."""
+"""Processes that write to a disk tier until they are killed. Every entry can be recomputed from its name.
+
+A line on standard input, of folder, budget and seed with tabs between, makes one; its id is printed, and "gone".
+"""
 
 import hashlib
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -41,8 +46,18 @@ def tier(
 
 
 if __name__ == "__main__":
-    disk, numbers = tier(sys.argv[1], int(sys.argv[2])), random.Random(sys.argv[3])
-    print("writing", flush=True)
+    for line in sys.stdin:  # all that takes time to start has been done before a writer begins
+        folder, budget, seed = line.split("\t")
+        child = os.fork()
+        if not child:
+            signal.alarm(120)  # should nobody kill it
+            break
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("gone", flush=True)
+    else:
+        sys.exit()
+    disk, numbers = tier(folder, int(budget)), random.Random(seed)
     while True:
         disk.write(prefix(numbers.randrange(30), numbers.randrange(1, 60)))
         disk.drain(10.0)

@@ -1,7 +1,9 @@
 """DiskTier: what is read is what was written, or nothing. Whatever happens to the folder, and whoever else uses it."""
 
 import contextlib
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -11,14 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jhybrid.cache.tiers import counts
-from jhybrid.cache.tiers.disk import Corrupt, DiskTier, Gone
+from jhybrid import ConfigError
+from jhybrid.cache.tiers import counts, disk
+from jhybrid.cache.tiers.disk import DiskTier
 from jhybrid.cache.tiers.form import Blob
 from jhybrid.cache.tiers.host import Name
+from jhybrid.cache.tiers.manifest import Corrupt
+from jhybrid.cache.tiers.store import Gone, Store
 
 from .disk_writer import FINGERPRINT, PAGE, STATE, blob_of, prefix, tier
 
-PATIENCE = 5.0
+PATIENCE = 60.0  # seconds; more than a machine that does other things as well takes
 
 
 @contextlib.contextmanager
@@ -118,7 +123,7 @@ def test_the_least_recently_used_goes_first_and_the_budget_holds(tmp_path: Path)
         check(one, 0, 10)
         written(one, (3, 10))
         assert [stem for stem in range(4) if one.deepest(prefix(stem, 10))] == [0, 2, 3]
-        assert size_of(tmp_path) <= one.budget
+        assert size_of(tmp_path) <= one.index.budget
         assert one.status()["bytes"] == size_of(tmp_path)
         written(one, (4, 200))
         assert one.deepest(prefix(4, 200)) == 0, "what exceeds the budget by itself is not kept"
@@ -181,7 +186,7 @@ def test_two_engines_see_what_the_other_wrote_and_gave_up(tmp_path: Path):
         check(one, 2, 20)
         other.clear()
         assert other.deepest(prefix(1, 20)) == other.deepest(prefix(2, 20)) == 0
-        other._delete_doomed()
+        other.delete_doomed()
         with pytest.raises(Gone):
             check(one, 2, 20)
         one.look()
@@ -200,7 +205,7 @@ def test_data_that_no_manifest_names_go_at_the_second_look(tmp_path: Path):
         one.look()
         assert one.status()["bytes"] == before + 77
         one.look()
-        one._delete_doomed()
+        one.delete_doomed()
         assert not stray.exists()
         assert one.status()["bytes"] == before
         check(one, 1, 20)
@@ -212,7 +217,7 @@ def test_a_forgotten_page_takes_all_that_goes_on_from_it_along(tmp_path: Path):
         one.forget(prefix(1, 15)[-1])
         assert one.deepest(prefix(1, 36)) == 10
         check(one, 2, 20)
-        one._delete_doomed()
+        one.delete_doomed()
     with opened(tmp_path) as again:
         assert again.deepest(prefix(1, 36)) == 10
 
@@ -286,23 +291,118 @@ def test_writes_that_fail_take_the_tier_out_and_it_comes_back(
         assert one.status()["bytes"] == size_of(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_does_not_keep_an_engine_from_starting(tmp_path: Path):
+@pytest.mark.parametrize("inside", ["", "below"])
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path, inside: str):
     (tmp_path / "file").write_text("in the way")
-    with opened(tmp_path / "file") as one:
-        written(one, (1, 20), (2, 20), (3, 20))
-        assert one.deepest(prefix(1, 20)) == 0
-        assert one.status()["out"]
+    with pytest.raises(ConfigError, match=r"disk_cache_url: .*Not a directory.*; give file:///DIRECTORY/"):
+        tier(str(tmp_path / "file" / inside))
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
-def kill_and_look(folder: Path, seed: int, budget: int) -> None:
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path):
+    folder = Path("/sys")  # nobody may, not even root
+    if os.geteuid():
+        folder = tmp_path
+        folder.chmod(0o555)
+    with pytest.raises(
+        ConfigError, match=r"disk_cache_url: .*/. cannot be written to: \w+ .*; .*this process may write to"
+    ):
+        tier(str(folder))
+    tmp_path.chmod(0o755)
+
+
+@pytest.mark.parametrize("error", [ValueError("RESOURCE_EXHAUSTED: full"), OSError(5, "i/o"), TimeoutError()])
+def test_a_store_that_is_out_of_order_at_the_start_is_out_and_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    with opened(tmp_path) as one:
+        written(one, (1, 20))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", fail)
+        one = tier(str(tmp_path))
+    until = time.monotonic() + PATIENCE
+    while not one.deepest(prefix(1, 20)) and time.monotonic() < until:
+        time.sleep(0.01)
+    check(one, 1, 20)
+    assert one.status()["out"] == (str(error) or "TimeoutError()") and one.counts.failures == 1
+    written(one, (2, 20))
+    assert one.counts.dropped == 1
+    one.close(PATIENCE)
+
+
+def test_a_start_leaves_nothing_behind(tmp_path: Path):
+    with opened(tmp_path):
+        assert data(tmp_path, "") == []
+
+
+def test_looks_that_fail_while_nothing_is_written_do_not_take_the_tier_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(disk, "LOOK", 0.0)
+    monkeypatch.setattr(disk, "TURN", 0.01)
+    with opened(tmp_path) as one:
+        written(one, (1, 20))
+        with monkeypatch.context() as patch:
+            patch.setattr(one.store, "keys", lambda: 1 / 0)
+            until = time.monotonic() + PATIENCE
+            while one.counts.failures <= 2 * counts.LIMIT and time.monotonic() < until:
+                time.sleep(0.01)
+        assert one.counts.failures > 2 * counts.LIMIT
+        assert one.status()["out"] is None
+        check(one, 1, 20)
+        written(one, (2, 20))
+        check(one, 2, 20)
+
+
+def test_the_first_to_publish_a_prefix_has_published_it(tmp_path: Path):
+    """Who comes second takes in what is there, so that nothing of the first is left without a name."""
+
+    def other_bits(names: Sequence[Name]) -> list[Blob | None]:
+        return [blob_of(name) ^ np.uint8(1) for name in names]
+
+    with opened(tmp_path) as one, opened(tmp_path, blobs=other_bits) as other:
+        written(one, (1, 20))
+        before = {path: path.read_bytes() for path in data(tmp_path, "")}
+        written(other, (1, 20))
+        check(other, 1, 20)
+        other.delete_doomed()
+        assert {path: path.read_bytes() for path in data(tmp_path, "")} == before
+        assert other.status()["bytes"] == one.status()["bytes"] == size_of(tmp_path)
+
+
+def test_failures_of_what_was_begun_before_do_not_lengthen_the_pause():
+    breaker = counts.Breaker("it")
+    for _ in range(counts.LIMIT + 5):
+        breaker.failed(OSError("broken"))
+    assert not breaker.is_in and breaker._pause == 2 * counts.FIRST_PAUSE
+    breaker._until = 0.0  # on trial
+    breaker.failed(OSError("still"))
+    assert not breaker.is_in and breaker.reason == "still" and breaker._pause == 4 * counts.FIRST_PAUSE
+    breaker._until = 0.0
+    breaker.succeeded()
+    assert breaker.reason is None and breaker._pause == counts.FIRST_PAUSE
+
+
+@pytest.fixture(scope="module")
+def writers() -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "tests.cache.disk_writer"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        yield process
+
+
+def kill_and_look(writers: subprocess.Popen, folder: Path, seed: int, budget: int) -> None:
     """Kill a writer at a random moment; what is there afterwards is right, and the folder is as good as ever."""
-    command = [sys.executable, "-m", "tests.cache.disk_writer", str(folder), str(budget), str(seed)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
-    assert writer.stdout is not None
-    writer.stdout.readline()
+    assert writers.stdin is not None and writers.stdout is not None
+    print(folder, budget, seed, sep="\t", file=writers.stdin, flush=True)
+    writer = int(writers.stdout.readline())
     time.sleep(random.Random(seed).uniform(0.0, 0.4))
-    writer.kill()
-    writer.wait()
+    os.kill(writer, signal.SIGKILL)
+    assert writers.stdout.readline() == "gone\n"
     with opened(folder, budget) as one:
         found = 0
         for stem in range(100):
@@ -318,19 +418,19 @@ def kill_and_look(folder: Path, seed: int, budget: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_writer_that_is_killed_leaves_nothing_wrong(tmp_path: Path, seed: int):
+def test_a_writer_that_is_killed_leaves_nothing_wrong(writers: subprocess.Popen, tmp_path: Path, seed: int):
     for turn in range(2):
-        kill_and_look(tmp_path, 100 * seed + turn, 1 << 30 if seed else 4_000_000)
+        kill_and_look(writers, tmp_path, 100 * seed + turn, 1 << 30 if seed else 4_000_000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_two_hundred_killed_writers_leave_nothing_wrong(tmp_path: Path):
+def test_two_hundred_killed_writers_leave_nothing_wrong(writers: subprocess.Popen, tmp_path: Path):
     for turn in range(200):
-        kill_and_look(tmp_path, 1000 + turn, 6_000_000)
+        kill_and_look(writers, tmp_path, 1000 + turn, 6_000_000)
     with opened(tmp_path, 6_000_000) as one:
         one.look()
         one.look()
-        one._delete_doomed()
+        one.delete_doomed()
         kept = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and "__lock" not in path.name)
-        assert kept == one.status()["bytes"] <= one.budget
+        assert kept == one.status()["bytes"] <= one.index.budget

@@ -17,11 +17,14 @@ from jhybrid import ConfigError, Engine, Output, Request
 from jhybrid.cache.tiers import tiers as tiers_module
 from jhybrid.cache.tiers.copies import Copies
 from jhybrid.cache.tiers.counts import LIMIT
+from jhybrid.cache.tiers.price import Price
 from jhybrid.cache.tiers.tiers import Tiers
 from jhybrid.executables import Executables
 from jhybrid.metrics import EngineCollector
+from jhybrid.startup import Startup
+from jhybrid.weights import load
 from jhybrid.weights.fingerprint import fingerprint
-from jhybrid.weights.load import make_tiers
+from jhybrid.weights.load import make_runner, make_tiers
 from jhybrid_server.wire import status_to_wire
 
 from .bed import (
@@ -580,7 +583,7 @@ def test_copies_come_back_and_touch_nothing_else(nemotron: Engine, pinned: bool,
     before = {name: np.array(array) for name, array in filled.arrays.items()}
     blobs = copies.out(filled, {}, [3, 9, 4], None).fetch()[0] + copies.out(filled, {}, [11], None).fetch()[0]
     state = copies.out(filled, {}, [], 2).fetch()[1]
-    staged = copies.stage([*blobs, *blobs[:2]], state)
+    staged = copies.stage([*blobs, *blobs[:2]], state, float("inf"))
     after, _ = copies.into(filled, {}, staged, 1, [20, 21, 22, 23, 24], 5)
     for name, (part, layers) in runner.router.arrays.items():
         rows = len(before[name]) // layers
@@ -597,16 +600,30 @@ def test_copies_come_back_and_touch_nothing_else(nemotron: Engine, pinned: bool,
                 np.testing.assert_array_equal(now[24], was[9])
 
 
-def test_what_cannot_hold_two_states_is_refused(nemotron: Engine):
+def test_tiers_that_cannot_be_are_refused_before_anything_is_compiled(
+    nemotron: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("a runner was made")
+
+    monkeypatch.setattr(load, "Runner", too_late)
+    (tmp_path / "file").write_text("in the way")
     refused: list[tuple[dict, str]] = [
         ({"host_cache_bytes": 5000}, r"host_cache_bytes: 5000 is less than two states .* use at least"),
         ({"host_cache_bytes": 1 << 20, "host_cache_state_share": 0.001}, "host_cache_state_share: leaves 1048 B"),
         ({"disk_cache_url": "nothing://x"}, "disk_cache_url: 'nothing://x' cannot be opened"),
-        ({"host_cache_bytes": 1 << 60}, "host_cache_bytes: .* is more than the"),
+        (
+            {"disk_cache_url": f"file://{tmp_path}/file"},
+            "disk_cache_url: .* cannot be written to: Not a directory; give",
+        ),
+        ({"host_cache_bytes": 1 << 60}, "host_cache_bytes: .* is more than the .* use less"),
     ]
     for options, message in refused:
-        with pytest.raises(ConfigError, match=message), tiered(nemotron, **options):
-            pass
+        with pytest.raises(ConfigError, match=message):
+            make_runner(dataclasses.replace(nemotron.config, **options), nemotron.model, Startup())
+    with pytest.raises(AssertionError, match="a runner was made"):
+        make_runner(dataclasses.replace(nemotron.config, **url(tmp_path)), nemotron.model, Startup())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing stays behind"
 
 
 def test_without_tiers_there_is_nothing_of_them(nemotron: Engine):
@@ -641,3 +658,63 @@ def test_metrics_and_the_wire_say_what_status_says(nemotron: Engine, tmp_path: P
         assert message.tiers["disk"].hits == 1
         assert message.tiers["host"].out == "no memory" and not message.tiers["disk"].HasField("out")
         assert gauges['jhybrid_tier_out{tier="host"}'] == "1.0"
+
+
+def test_a_prefix_that_comes_up_slower_than_it_is_computed_is_computed(
+    nemotron: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A slow disk is tried once, and from then on left alone; what is in the host comes up as ever."""
+    asked = [greedy(prompt, 4, logprobs=1) for prompt in prompts(nemotron, [40] * 3)]
+    expected = [alone(nemotron, request) for request in asked]
+    with tiered(nemotron, **url(tmp_path)) as tiers:
+        tiers.price = Price(2.0)
+        for request in asked:
+            ask(nemotron, request)
+        lower_to(nemotron, tiers, "disk")
+        disk = tiers.disk
+        assert disk is not None
+        read = disk.store.read_all
+
+        def slowly(keys: list[str], patience: float) -> object:
+            time.sleep(0.3)
+            return read(keys, patience)
+
+        monkeypatch.setattr(disk.store, "read_all", slowly)
+        depths = []
+        for request, cold in zip(asked, expected, strict=True):
+            output = ask(nemotron, request)
+            same(output, cold)
+            depths.append(output.cached_tokens)
+        assert depths == [32, 0, 0]
+        assert disk.counts.misses["slow"] == 2 and disk.counts.failures == 0
+        nemotron.flush_cache(device_only=True)
+        assert ask(nemotron, asked[0]).cached_tokens == 32
+        assert tiers.host.counts.hits == 1
+
+
+def test_a_shallower_prefix_in_the_host_is_taken_where_the_deeper_on_disk_is_not_worth_it(
+    nemotron: Engine, tmp_path: Path
+):
+    [prompt] = prompts(nemotron, [100])
+    long, short = greedy(prompt, 4, logprobs=1), greedy(prompt[:41], 1)
+    expected = alone(nemotron, long)
+    with tiered(nemotron, **url(tmp_path)) as tiers:
+        tiers.price = Price(2.0)
+        ask(nemotron, long)
+        lower_to(nemotron, tiers, "disk")
+        assert ask(nemotron, short).cached_tokens == 0
+        down(nemotron)
+        assert tiers.disk is not None
+        tiers.disk.loads.saw(1, 100.0)
+        output = ask(nemotron, long)
+        same(output, expected)
+        assert output.cached_tokens == 40
+        assert tiers.disk.counts.misses["slow"] == 1 and tiers.host.counts.hits == 1
+
+
+def test_a_transfer_stops_at_its_time_limit(nemotron: Engine):
+    copies = nemotron.runner.copies
+    state = np.zeros(copies.state_form.bytes, np.uint8)
+    copies.stage([], state, time.monotonic() + 60)
+    with pytest.raises(TimeoutError, match="the time to bring a prefix to the device is over"):
+        copies.stage([], state, time.monotonic() - 1)

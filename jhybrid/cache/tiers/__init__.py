@@ -26,5 +26,6 @@ What cannot happen, by construction:
 - Stale cursors: a fetched hit is admitted by the same lines as one on the device, and everything that belongs to a
   state (every part of unit `slot`) is in the entry; positions, pages and sampler rows are set at admission in any case.
 - What was fetched is shared without having been used: only `commit` publishes.
-- A slow or broken tier holds up a request: it is given up after `cache_load_timeout`, and the prefix is recomputed.
+- A slow or broken tier holds up a request: it is given up after `cache_load_timeout`, and the prefix is recomputed; nor
+  is it begun when, by what was measured, computing would be sooner (`price.py`).
 """

@@ -174,17 +174,22 @@ class Copies:
 
     # up
 
-    def stage(self, pages: Sequence[Blob], state: Blob | None) -> Staged:
-        """Bring pages and a state to the device, in arrays of their own, and wait for them. Any thread may call it."""
+    def stage(self, pages: Sequence[Blob], state: Blob | None, until: float) -> Staged:
+        """Bring pages and a state to the device, in arrays of their own, and wait for them. Any thread may call it.
+
+        TimeoutError if the time `until` of `monotonic` passes before all of it is on its way.
+        """
         runs = [pages[at : at + self.size] for at in range(0, len(pages), self.size)]
         staged = Staged(
-            [self._put(self.page_form.join(run, self.size)) for run in runs],
-            None if state is None else self._put(self.state_form.join([state], 1)),
+            [self._put(self.page_form.join(run, self.size), until) for run in runs],
+            None if state is None else self._put(self.state_form.join([state], 1), until),
         )
         jax.block_until_ready((staged.pages, staged.state))
         return staged
 
-    def _put(self, arrays: dict[str, np.ndarray]) -> Arrays:
+    def _put(self, arrays: dict[str, np.ndarray], until: float) -> Arrays:
+        if time.monotonic() > until:
+            raise TimeoutError("the time to bring a prefix to the device is over")
         return jax.device_put(arrays if self._host is None else jax.device_put(arrays, self._host), self._device)
 
     def into(

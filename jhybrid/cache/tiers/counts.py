@@ -9,10 +9,10 @@ from typing import Literal
 
 log = logging.getLogger("jhybrid")
 
-MissCause = Literal["absent", "gone", "corrupt", "failed", "timeout", "stale", "no_room", "out"]
+MissCause = Literal["absent", "gone", "corrupt", "failed", "timeout", "slow", "stale", "no_room", "out"]
 """Why a tier did not serve a prefix: it is not there; it was when looked up and then not; it is not what was written;
-reading failed; it took too long; the device had given up what was to go before it; the device had no row for the
-state; the tier is taken out."""
+reading failed; it took too long; it would take longer than computing it; the device had given up what was to go before
+it; the device had no row for the state; the tier is taken out."""
 
 LIMIT = 3  # failures in a row that take a tier out
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 3600.0  # seconds until it is tried again
@@ -82,14 +82,22 @@ class Breaker:
                 log.warning("%s is back in use", self.name)
             self._failures, self._pause, self.reason = 0, FIRST_PAUSE, None
 
-    def failed(self, error: BaseException | str) -> None:
-        """Count a failure, whatever it was."""
+    def failed(self, error: BaseException) -> None:
+        """Count a failure, whatever it was. One of what was begun before it was taken out tells nothing new."""
         with self._lock:
             self._failures += 1
             log.warning("%s failed: %r", self.name, error)
-            if self._failures < LIMIT:
-                return
-            self.reason = str(error) or repr(error)
-            self._until = time.monotonic() + self._pause
-            log.error("%s is taken out for %.0f s after %d failures in a row", self.name, self._pause, self._failures)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            if self._failures >= LIMIT and self.is_in:
+                self._take_out(error)
+
+    def trip(self, error: BaseException) -> None:
+        """Take it out at once."""
+        with self._lock:
+            self._failures = max(self._failures + 1, LIMIT)
+            self._take_out(error)
+
+    def _take_out(self, error: BaseException) -> None:
+        self.reason = str(error) or repr(error)
+        self._until = time.monotonic() + self._pause
+        log.error("%s is taken out for %.0f s: %r", self.name, self._pause, error)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)

@@ -8,11 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from jhybrid.cache.tiers.chain import Digest
 from jhybrid.cache.tiers.copies import IN, Staged
 from jhybrid.cache.tiers.counts import MissCause, TierCounts
-from jhybrid.cache.tiers.disk import Corrupt, DiskTier, Gone
+from jhybrid.cache.tiers.disk import DiskTier
 from jhybrid.cache.tiers.form import Blob
 from jhybrid.cache.tiers.host import Entry, HostTier, Name
+from jhybrid.cache.tiers.manifest import Corrupt
+from jhybrid.cache.tiers.store import Gone
 
 TRIES = 2  # fetches for one sequence
+
+Tier = HostTier | DiskTier
 
 
 class Crowded(TimeoutError):
@@ -25,7 +29,7 @@ class Fetch:
     Sequences that want the same share one; it belongs to nobody else and holds no row of any cache.
     """
 
-    def __init__(self, digests: Sequence[Digest], first: int, tier: DiskTier | HostTier, deadline: float):
+    def __init__(self, digests: Sequence[Digest], first: int, tier: Tier, deadline: float):
         self.digests, self.first, self.depth = tuple(digests), first, len(digests)
         self.name = (digests[-1], first)
         self.tier = tier  # the lowest that is needed
@@ -60,41 +64,46 @@ class Fetch:
 class Fetcher:
     """Called on the engine's thread; the work is done by threads of its own.
 
-    `stage` brings blobs to the device and waits for them there.
+    `stage` brings blobs to the device and waits for them there, until a time of `monotonic` at most.
     """
 
     def __init__(
         self,
         host: HostTier,
         disk: DiskTier | None,
-        stage: Callable[[Sequence[Blob], Blob | None], Staged],
+        stage: Callable[[Sequence[Blob], Blob | None, float], Staged],
         *,
-        has_pages: bool,
-        has_states: bool,
+        page_bytes: int,
+        state_bytes: int,
         timeout: float,
         landed: Callable[[], None],
     ):
         self._host, self._disk, self._stage = host, disk, stage
-        self._has_pages, self._has_states = has_pages, has_states
+        self._page_bytes, self._state_bytes = page_bytes, state_bytes
+        self._has_pages, self._has_states = page_bytes > 0, state_bytes > 0
         self._timeout = timeout
         self._room, self._lock = threading.Semaphore(IN), threading.Lock()
         self._landed = landed  # called in the thread when a fetch is over
         self._fetches: dict[tuple[Digest, int], Fetch] = {}
         self._pool = ThreadPoolExecutor(IN, thread_name_prefix="jhybrid-fetch")
 
-    def reach(self, digests: Sequence[Digest], first: int) -> tuple[int, DiskTier | HostTier]:
-        """How many of these pages can be had, if the device has the first few, and from which tier."""
+    def offers(self, digests: Sequence[Digest], first: int) -> list[tuple[int, Tier]]:
+        """How many of these pages can be had, if the device has the first few, and from which tier: deepest first."""
         depth = 0
         if self._host.breaker.is_in:
             depth = first + self._host.count_held(digests[first:]) if self._has_pages else len(digests)
             if self._has_states:
                 depth = self._host.deepest_state(digests[:depth])
-        on_disk = self._disk.deepest(digests) if self._disk is not None else 0
-        if self._disk is not None and on_disk > depth:
-            return on_disk, self._disk
-        return depth, self._host
+        offers: list[tuple[int, Tier]] = [(depth, self._host)]
+        if self._disk is not None:
+            offers.append((self._disk.deepest(digests), self._disk))
+        return sorted(offers, key=lambda offer: -offer[0])  # of two as deep the host's first
 
-    def start(self, digests: Sequence[Digest], first: int, tier: DiskTier | HostTier) -> Fetch:
+    def size(self, pages: int) -> int:
+        """Bytes that come up with so many pages and the state at their end."""
+        return pages * self._page_bytes + self._state_bytes
+
+    def start(self, digests: Sequence[Digest], first: int, tier: Tier) -> Fetch:
         """Begin to fetch a whole prefix, or join in."""
         name = (digests[-1], first)
         fetch = self._fetches.get(name)
@@ -137,20 +146,25 @@ class Fetcher:
     def _run(self, fetch: Fetch) -> Staged:
         if time.monotonic() >= fetch.deadline:
             raise Crowded("too many prefixes were being fetched")
+        size, started = self.size(fetch.depth - fetch.first), time.perf_counter()
         fetch.is_reading = True
         try:
             pages, state = self._collect(fetch)
+        except TimeoutError:
+            fetch.tier.loads.saw(size, time.perf_counter() - started)
+            raise
         finally:
             fetch.is_reading = False
+        read = time.perf_counter() - started
         if not self._room.acquire(timeout=max(0.0, fetch.deadline - time.monotonic())):
             raise Crowded("too many prefixes were on their way to the device")
         started = time.perf_counter()
         try:
-            staged = self._stage(pages, state)
-            size = sum(blob.nbytes for blob in pages) + (0 if state is None else state.nbytes)
+            staged = self._stage(pages, state, fetch.deadline)
             self._host.counts.add(read_bytes=size, read_seconds=time.perf_counter() - started)
             return staged
         finally:
+            fetch.tier.loads.saw(size, read + time.perf_counter() - started)
             with self._lock:
                 fetch.has_room = not fetch.is_left
                 if fetch.is_left:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from jhybrid.cache.tiers.chain import Digest
 from jhybrid.cache.tiers.counts import Breaker, TierCounts
 from jhybrid.cache.tiers.form import Blob
+from jhybrid.cache.tiers.price import BYTES, Rate
 from jhybrid.errors import ConfigError
 
 Kind = Literal["kv", "state"]
@@ -68,7 +69,7 @@ class HostTier:
 
     def __init__(self, budget: int, state_share: float | None = None):
         self.budget = budget
-        self.counts = TierCounts()
+        self.counts, self.loads = TierCounts(), Rate(BYTES)
         self.breaker = Breaker("the host tier")
         self._lock = threading.Lock()
         self.age = 0  # grows when something is to be forgotten

@@ -10,11 +10,13 @@ from jhybrid.cache.node import Node
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.tiers.chain import Digest, extend, root
 from jhybrid.cache.tiers.copies import Outgoing, Staged
-from jhybrid.cache.tiers.disk import DiskTier, Gone
-from jhybrid.cache.tiers.fetcher import TRIES, Crowded, Fetch, Fetcher, failure
+from jhybrid.cache.tiers.disk import DiskTier
+from jhybrid.cache.tiers.fetcher import TRIES, Crowded, Fetch, Fetcher, Tier, failure
 from jhybrid.cache.tiers.form import Blob, Form
 from jhybrid.cache.tiers.host import HostTier
+from jhybrid.cache.tiers.price import Price
 from jhybrid.cache.tiers.saver import Saver
+from jhybrid.cache.tiers.store import Gone
 from jhybrid.sequence import Load
 from jhybrid.sequence import Sequence as SequenceOf
 
@@ -36,7 +38,7 @@ class Device(Protocol):
     @property
     def pages_per_copy(self) -> int: ...
     def copy_out(self, pages: Sequence[int], snapshot: int | None) -> Outgoing: ...
-    def stage(self, pages: Sequence[Blob], state: Blob | None) -> Staged: ...
+    def stage(self, pages: Sequence[Blob], state: Blob | None, until: float) -> Staged: ...
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,11 @@ class TierConfig:
 class Tiers:
     """Both ways of both tiers. The ledger asks on the way up and tells what is worth saving; the engine ticks."""
 
-    def __init__(self, config: TierConfig, device: Device, fingerprint: bytes, *, pages_per_seq: int):
-        """Raises ConfigError if the budget cannot hold two states and one sequence, or the URL is none."""
+    def __init__(self, config: TierConfig, device: Device, fingerprint: bytes, *, page_size: int):
+        """Raises ConfigError if the URL is none to write to."""
         page_bytes, state_bytes = device.page_form.bytes, device.state_form.bytes
         self.policy = config.policy
         self.host = HostTier(config.host_bytes, config.state_share)
-        self.host.check(page_bytes, state_bytes, pages_per_seq)
         self.disk = None
         if config.disk_url is not None:
             self.disk = DiskTier(
@@ -71,15 +72,15 @@ class Tiers:
                 has_states=state_bytes > 0,
             )
         self._fingerprint = fingerprint
-        self._has_states = state_bytes > 0
         self._changed = threading.Condition()
         self._happened = 0
+        self.price, self._page_size = Price(config.timeout), page_size
         self._fetcher = Fetcher(
             self.host,
             self.disk,
             device.stage,
-            has_pages=page_bytes > 0,
-            has_states=self._has_states,
+            page_bytes=page_bytes,
+            state_bytes=state_bytes,
             timeout=config.timeout,
             landed=self._land,
         )
@@ -89,7 +90,7 @@ class Tiers:
             device.copy_out,
             size=device.pages_per_copy,
             has_pages=page_bytes > 0,
-            has_states=self._has_states,
+            has_states=state_bytes > 0,
             landed=self._land,
         )
         self.age = 0  # grows when something is to be forgotten; what was fetched before is not shared after
@@ -105,13 +106,27 @@ class Tiers:
             known += extend(last, keys[len(known) :])
         return known
 
-    def reach(self, sequence: SequenceOf, digests: list[Digest], held: int) -> int:
-        """How many of a sequence's pages can be had with the help of the tiers; `held` is what the device has of KV."""
+    def reach(self, sequence: SequenceOf, digests: list[Digest], held: int, depth: int) -> int:
+        """How many of a sequence's pages can be had with the help of the tiers, if more than `depth`; else that.
+
+        `held` is what the device has of keys and values.
+        """
         if sequence.fetch is not None:
-            return sequence.fetch.depth
-        if sequence.num_fetches >= TRIES:
-            return 0
-        return self._fetcher.reach(digests, held)[0]
+            return max(depth, sequence.fetch.depth)
+        chosen = None if sequence.num_fetches >= TRIES else self._choose(digests, held, depth)[0]
+        return depth if chosen is None else chosen[0]
+
+    def _choose(self, digests: list[Digest], held: int, depth: int) -> tuple[tuple[int, Tier] | None, list[Tier]]:
+        """How deep to fetch and from which tier, if it is worth it; and the tiers from which deeper was not."""
+        declined: list[Tier] = []
+        for reach, tier in self._fetcher.offers(digests, held):
+            if reach <= depth:
+                break
+            size = self._fetcher.size(max(0, reach - held))
+            if self.price.is_worth_it(tier.loads, size, (reach - depth) * self._page_size):
+                return (reach, tier), declined
+            declined.append(tier)
+        return None, declined
 
     def still_wait(self, sequence: SequenceOf) -> bool:
         """Whether a sequence's fetch is still on its way, and worth waiting for."""
@@ -145,9 +160,14 @@ class Tiers:
     def _start(self, sequence: SequenceOf, digests: list[Digest], held: int, depth: int) -> Fetch | None:
         if sequence.num_fetches >= TRIES:
             return None
-        reach, tier = self._fetcher.reach(digests, held)
-        if reach <= depth:
+        chosen, declined = self._choose(digests, held, depth)
+        for tier in declined:
+            tier.counts.miss("slow")
+        if chosen is None:
+            if declined:  # once and for all: computing begins
+                sequence.num_fetches = TRIES
             return None
+        reach, tier = chosen
         sequence.num_fetches += 1
         sequence.fetch = self._fetcher.start(digests[:reach], min(held, reach), tier)
         tier.counts.add(deferrals=1)
