@@ -20,7 +20,7 @@ test: $(STAMP)  ## the tests, long ones excepted
 
 tpu-compile: $(STAMP)  ## compile every TPU kernel for every chip; needs no TPU, but libtpu (213 MB)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tpu]'
-	$(BIN)/python -m pytest tests/kernels_pallas/test_tpu_compiles.py
+	$(BIN)/python -m pytest tests/kernels_pallas/test_tpu_compiles.py tests/test_tpu_configs.py tests/test_fit.py
 
 test-long: $(STAMP)  ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 import tyro.extras
@@ -270,17 +270,55 @@ class Inspect:
     """One JSON object."""
 
     def run(self) -> None:
-        from jhybrid.fit import Fit
+        from jhybrid.fit import Fit, Site
         from jhybrid.inspection import inspect_model, print_inspection
         from kernels_pallas.gpus import GPUS
 
         facts = inspect_model(self.engine)
         if self.gpu is not None:
-            facts["fit"] = Fit(self.engine, GPUS[self.gpu]).report()
+            facts["fit"] = Fit(self.engine, Site.gpu(GPUS[self.gpu])).report()
         if self.json:
             print(json.dumps(facts))
         else:
             print_inspection(facts, Console())
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile every step for a TPU slice, which need not be there, or for this machine; show what fits into memory.
+
+    The model needs no weights: a directory with a config.json will do. What does not fit is refused with numbers.
+    """
+
+    engine: Config = field(default_factory=EngineConfig)
+    config: Path | None = None
+    """TOML file with settings and a table [slice], such as tpu_configs/v5e-8.toml; flags win over it. Without a [slice]
+    the devices of this machine are compiled for."""
+    output: Path | None = None
+    """New folder for a bundle, which `--bundle` loads instead of compiling. None: nothing is kept."""
+    json: bool = False
+    """One JSON object."""
+
+    @classmethod
+    def of(cls, arguments: list[str]) -> "Compile":
+        """What flags and file say together."""
+        return _settled(cls, "compile", arguments, flags_only=("config", "output", "json"))
+
+    def run(self) -> None:
+        from jhybrid.bundle import BundleWriter
+        from jhybrid.fit import Fit, Site
+        from jhybrid.inspection import print_fit
+        from jhybrid.slices import read_slice
+
+        slice_ = None if self.config is None else read_slice(self.config)
+        fit = Fit(self.engine, Site.here(self.engine) if slice_ is None else Site.slice(slice_, self.engine))
+        report = fit.report(fit.buckets) if self.output is None else fit.write(BundleWriter(self.output, fit.mesh))
+        if self.json:
+            print(json.dumps(report))
+            return
+        print_fit(report, Console())
+        if self.output is not None:
+            print(f"{self.output}: give the same settings and --bundle {self.output}")
 
 
 @dataclass(frozen=True)
@@ -366,16 +404,7 @@ class Profile:
     @classmethod
     def of(cls, arguments: list[str]) -> "Profile":
         """What flags and file say together."""
-        from jhybrid.settings import Settings
-
-        settings = Settings(cls, flags_only=("config", "output", "plot", "compare", "json"))
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.add_argument("--config", type=Path)
-        path = first.parse_known_args(arguments)[0].config
-        if path is not None:
-            settings.read_file(path)
-        with settings.blamed():
-            return tyro.cli(cls, prog="jhybrid profile", args=arguments, default=settings.defaults())
+        return _settled(cls, "profile", arguments, flags_only=("config", "output", "plot", "compare", "json"))
 
     def run(self) -> None:
         from jhybrid.engine import Engine
@@ -550,6 +579,23 @@ class Train:
         train(self.run_)
 
 
+Settled = TypeVar("Settled")
+
+
+def _settled(kind: type[Settled], name: str, arguments: list[str], flags_only: tuple[str, ...]) -> Settled:
+    """A command from its flags and the file that `--config` names."""
+    from jhybrid.settings import Settings
+
+    settings = Settings(kind, flags_only=flags_only)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    path = first.parse_known_args(arguments)[0].config
+    if path is not None:
+        settings.read_file(path)
+    with settings.blamed():
+        return tyro.cli(kind, prog=f"jhybrid {name}", args=arguments, default=settings.defaults())
+
+
 COMMANDS = {
     "serve": Serve,
     "client": ClientCommand,
@@ -559,6 +605,7 @@ COMMANDS = {
     "eval": Eval,
     "batch": Batch,
     "inspect": Inspect,
+    "compile": Compile,
     "convert": Convert,
     "bench": Bench,
     "profile": Profile,
@@ -571,7 +618,7 @@ def main() -> None:
     asks_json = "--json" in sys.argv
     try:
         _log_to_stderr()
-        settled = {"serve": Serve, "profile": Profile}.get(sys.argv[1] if sys.argv[1:] else "")
+        settled = {"serve": Serve, "profile": Profile, "compile": Compile}.get(sys.argv[1] if sys.argv[1:] else "")
         command = (
             settled.of(sys.argv[2:])
             if settled is not None

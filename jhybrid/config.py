@@ -80,9 +80,11 @@ class EngineConfig:
     ssm_impl: str = "auto"
     """The same for the ops with recurrent state: scans, delta rule and convolution."""
     tensor_parallel_size: int = 1
-    """Devices that share each layer."""
+    """Devices over which each layer is spread: heads, channels, experts and vocabulary are shared out among them."""
     base_seed: int = 0
     """Seed from which requests without a seed draw theirs."""
+    bundle: str | None = None
+    """Folder that `jhybrid compile` wrote for these settings: its programs are loaded, and nothing is compiled."""
     compilation_cache_dir: str | None = None
     """Directory that keeps compiled executables. None: $JHYBRID_CACHE_DIR or ~/.cache/jhybrid; "" for off."""
     async_scheduling: bool = True
@@ -91,6 +93,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_queue", "chunk_size"):
             _positive(name, getattr(self, name))
+        _positive("tensor_parallel_size", self.tensor_parallel_size)
         for name in ("max_model_len", "num_pages"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
@@ -99,8 +102,9 @@ class EngineConfig:
                 raise ConfigError(name, f"must be True or False, got {getattr(self, name)!r}")
         if isinstance(self.base_seed, bool) or not isinstance(self.base_seed, int):
             raise ConfigError("base_seed", f"must be an integer, got {self.base_seed!r}")
-        if self.compilation_cache_dir is not None and not isinstance(self.compilation_cache_dir, str):
-            raise ConfigError("compilation_cache_dir", f"must be a string, got {self.compilation_cache_dir!r}")
+        for name in ("compilation_cache_dir", "bundle"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise ConfigError(name, f"must be a string, got {getattr(self, name)!r}")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:
@@ -122,8 +126,6 @@ class EngineConfig:
             raise ConfigError("verify_hits", f"{self.verify_hits!r} is not in [0, 1]")
         self._check_snapshots()
         self._check_tiers()
-        if self.tensor_parallel_size != 1:
-            raise ConfigError("tensor_parallel_size", f"{self.tensor_parallel_size} given, only 1 is supported so far")
         if self.max_model_len is not None and self.max_model_len % self.page_size:
             lower = self.max_model_len // self.page_size * self.page_size
             raise ConfigError(

@@ -26,11 +26,14 @@ import jax
 import jaxlib.version
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jhybrid
 import kernels_pallas
+from jhybrid.cache.arrays import MemoryPlan
 from jhybrid.config import compiler_flags
 from jhybrid.machine import processor
+from jhybrid.mesh import shape_of, using
 from kernels_pallas.blocks import FOLDER
 
 log = logging.getLogger("jhybrid")
@@ -41,8 +44,14 @@ Compiled = jax.stages.Compiled
 class Executables:
     """A folder of compiled functions. Processes may share it: files appear whole, and their names say their content."""
 
-    def __init__(self, directory: Path | None):
-        """`directory` None: nothing is kept. One that cannot be used is a warning, not an error."""
+    def __init__(self, directory: Path | None, mesh: Mesh | None = None):
+        """`directory` None: nothing is kept. One that cannot be used is a warning, not an error.
+
+        Functions run on the devices of `mesh`; what does not say how it is shared out there goes to all of them.
+        """
+        self.mesh = mesh
+        self.plan: MemoryPlan | None = None
+        """The memory plan that everything was made for, where that is settled already."""
         self._folder = None
         if directory is not None:
             try:
@@ -67,38 +76,55 @@ class Executables:
     ) -> Compiled:
         """`function` compiled for `arguments` (pytrees of shapes), of which those numbered in `donate` are given away.
 
-        `result` is a pytree of the structure that it returns. `facts` are what `function` closes over: together with
-        the shapes they determine it, and their `repr` must say all of it and be the same in every process.
+        `result` is a pytree of the structure that it returns; its shapes say where on the mesh. `facts` are what
+        `function` closes over: together with the shapes they determine it, and their `repr` must say all of it and be
+        the same in every process.
         """
         started = time.perf_counter()
         trees = Trees(jax.tree.structure((arguments, {})), jax.tree.structure(result))
-        key, how = _key(name, arguments, donate, facts), "loaded"
-        program = self._read(f"{key}.key")
-        found = None if program is None else self._load(program.decode("ascii", "replace"), trees)
-        if found is None:
-            found, how = self._make(key, function, arguments, donate, trees)
+        arguments, shardings = jax.tree.map(self._placed, arguments), self._shardings(result)
+        told = _told(name, arguments, donate, (*facts, *map(_lies, jax.tree.leaves(result))))
+
+        def lower() -> jax.stages.Lowered:
+            with using(self.mesh):
+                return jax.jit(function, donate_argnums=donate, out_shardings=shardings).lower(*arguments)
+
+        found, how = self._provide(name, told, lower, trees)
         log.info("%s %s in %.2f s", how, name, time.perf_counter() - started)
         return found
 
-    def _make(
-        self,
-        key: str,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        donate: tuple[int, ...],
-        trees: "Trees",
+    def _provide(
+        self, name: str, told: str, lower: Callable[[], jax.stages.Lowered], trees: "Trees"
     ) -> tuple[Compiled, str]:
+        """A function, and how it was come by. `told` tells it from all others of the same source and compiler."""
+        key = hashlib.sha256(f"{source_digest()}\n{_compiler()}\n{told}".encode()).hexdigest()
+        program = self._read(f"{key}.key")
+        found = None if program is None else self._load(program.decode("ascii", "replace"), trees)
+        return self._make(key, lower, trees) if found is None else (found, "loaded")
+
+    def _placed(self, shape: Any) -> jax.ShapeDtypeStruct:
+        if self.mesh is None:
+            return shape
+        placed = shape_of(shape)
+        return placed.update(sharding=placed.sharding or NamedSharding(self.mesh, PartitionSpec()))
+
+    def _shardings(self, result: Any) -> Any:
+        if self.mesh is None:
+            return None
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: getattr(leaf, "sharding", None) or everywhere, result)
+
+    def _make(self, key: str, lower: Callable[[], jax.stages.Lowered], trees: "Trees") -> tuple[Compiled, str]:
         """Trace a function, and compile its program unless that is known."""
         self.traced += 1
-        how = "traced"
-        lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+        how, lowered = "traced", lower()
         program = hashlib.sha256(f"{_compiler()}\n{lowered.as_text()}".encode()).hexdigest()
         found = self._load(program, trees)
         if found is None:
             self.compiled += 1
             how = "compiled"
             found = lowered.compile()
-            self._write(f"{program}.bin", lambda: _serialized(found, trees))
+            self._write(f"{program}.bin", lambda: serialized(found, trees))
         self._write(f"{key}.key", program.encode)
         return found, how
 
@@ -107,10 +133,15 @@ class Executables:
         if payload is None:
             return None
         try:
-            return serialize_executable.deserialize_and_load(payload, *trees)
+            return self.deserialized(payload, trees)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a kept file, compiling replaces it
             log.warning("%s.bin in %s cannot be loaded (%r); compiling anew", program, self._folder, error)
             return None
+
+    def deserialized(self, payload: bytes, trees: "Trees") -> Compiled:
+        """A function from the bytes of `serialized`, on the devices of the mesh. Raises whatever is wrong with them."""
+        devices = jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+        return serialize_executable.deserialize_and_load(payload, *trees, execution_devices=devices)
 
     def _read(self, name: str) -> bytes | None:
         """What was written under a name; None if there is nothing, or, with a warning, something else."""
@@ -149,7 +180,8 @@ class Trees(NamedTuple):
     result: Any
 
 
-def _serialized(compiled: Compiled, trees: Trees) -> bytes:
+def serialized(compiled: Compiled, trees: Trees) -> bytes:
+    """A function as bytes."""
     payload, *own = serialize_executable.serialize(compiled)
     assert Trees(*own) == trees, f"{own} is not {trees}"
     return payload
@@ -160,12 +192,19 @@ def _head(name: str, content: bytes) -> bytes:
     return f"jhybrid {name} {hashlib.sha256(content).hexdigest()}".encode()
 
 
-def _key(name: str, arguments: tuple[Any, ...], donate: tuple[int, ...], facts: tuple[object, ...]) -> str:
+def _told(name: str, arguments: tuple[Any, ...], donate: tuple[int, ...], facts: tuple[object, ...]) -> str:
+    """All that tells a function from others of the same source and compiler."""
     leaves = jax.tree_util.tree_leaves_with_path(arguments)
-    shapes = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
+    shapes = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype), _lies(leaf)) for path, leaf in leaves]
     told = repr((name, shapes, donate, facts))
     assert " at 0x" not in told, f"{name} is told apart by an address: {told}"
-    return hashlib.sha256(f"{source_digest()}\n{_compiler()}\n{told}".encode()).hexdigest()
+    return told
+
+
+def _lies(shape: Any) -> str:
+    """Where on a mesh, in words that do not depend on whether its devices are there."""
+    sharding = getattr(shape, "sharding", None)
+    return f"{sharding.spec} of {dict(sharding.mesh.shape)}" if isinstance(sharding, NamedSharding) else ""
 
 
 @functools.cache

@@ -1,109 +1,161 @@
-"""Fit: the memory of a model's steps on a GPU that need not be there, told by compiling them for it.
+"""Fit: a model's programs for devices that need not be there, and how its memory is shared out on each of them.
 
-`jhybrid inspect --gpu h200` shows it. The plan is the engine's own (`plan_memory`); weights are shapes, never read.
+`jhybrid inspect --gpu h200` compiles the largest steps, `jhybrid compile` all of them, into a bundle. Plan and programs
+are the engine's own (`Programs`); weights are shapes, never read.
 """
 
-import time
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jhybrid.batch import Bucket, Geometry, Layout, make_buckets
-from jhybrid.cache.arrays import MemoryPlan, abstract_cache, plan_memory, tree_bytes
+from jhybrid import compilations
+from jhybrid.batch import Bucket, make_buckets
+from jhybrid.bundle import BundleWriter, identity
+from jhybrid.cache.arrays import MemoryPlan
 from jhybrid.cache.router import Router
 from jhybrid.config import EngineConfig
-from jhybrid.dispatch import target_of
-from jhybrid.models import abstract_params
-from jhybrid.runner import step
-from jhybrid.sampling import init_state
-from jhybrid.weights.load import choose_max_model_len, held_params, read_model
+from jhybrid.errors import ConfigError, OutOfMemoryError
+from jhybrid.executables import Executables
+from jhybrid.mesh import make_mesh, using
+from jhybrid.models import abstract_params, layouts_of
+from jhybrid.programs import Programs
+from jhybrid.runner import device_bytes_free
+from jhybrid.slices import Slice
+from jhybrid.startup import Startup
+from jhybrid.weights.fingerprint import hashing
+from jhybrid.weights.load import choose_max_model_len, held_params, make_programs, mesh_of, read_model, shared_out
+from kernels_pallas.deviceless import devices_of
 from kernels_pallas.gpus import Gpu
 
 
-class Fit:
-    """A model's steps, compiled for a GPU bucket by bucket, and the memory plan that they leave."""
+@dataclass(frozen=True)
+class Site:
+    """Where programs are to run: what is compiled for."""
 
-    def __init__(self, config: EngineConfig, gpu: Gpu):
-        """Raises ConfigError for what cannot be served."""
-        self.config, self.gpu = config, gpu
-        model, self._module, parts, self.dtype = read_model(config, "gpu")
-        self._router, params = Router(parts), abstract_params(self._module)
-        self._params = held_params(config, model, self._module, params)
-        self._pages_per_seq = -(-choose_max_model_len(config, model) // config.page_size)
-        self._vocab_size = model.vocab_size
-        self._sampler = jax.eval_shape(partial(init_state, config.max_num_seqs, model.vocab_size))
-        self.num_parameters = sum(a.size for a in jax.tree.leaves(params))
+    name: str
+    platform: str  # "cpu" | "gpu" | "tpu"
+    kind: str  # what `jax.Device.device_kind` says
+    memory: int  # bytes of each device
+    mesh: Callable[[], Mesh | None]  # None: the first device that is really here
+
+    @classmethod
+    def gpu(cls, gpu: Gpu) -> "Site":
+        """One GPU that need not be there."""
+        return cls(gpu.name, "gpu", gpu.kind, gpu.memory, lambda: make_mesh([gpu.device()]))
+
+    @classmethod
+    def slice(cls, slice_: Slice, config: EngineConfig) -> "Site":
+        """The first `tensor_parallel_size` devices of a TPU slice that need not be there. ConfigError."""
+        chip, size = slice_.chip, config.tensor_parallel_size
+
+        def mesh() -> Mesh:
+            try:
+                devices = devices_of(slice_.topology)
+            except ModuleNotFoundError as error:
+                raise ConfigError("topology", "compiling for TPUs needs libtpu; install the extra `tpu`") from error
+            except ValueError as error:
+                raise ConfigError("topology", str(error)) from error
+            if size > len(devices):
+                raise ConfigError(
+                    "tensor_parallel_size", f"{size} is more than the {len(devices)} devices of {slice_.topology}"
+                )
+            return make_mesh(devices[:size])
+
+        return cls(slice_.topology, "tpu", chip.kinds[0], chip.hbm, mesh)
+
+    @classmethod
+    def here(cls, config: EngineConfig) -> "Site":
+        """The devices of this machine."""
+        mesh, device = mesh_of(config), jax.devices()[0]
+        return cls("this machine", device.platform, device.device_kind, device_bytes_free(mesh), lambda: mesh)
+
+
+class Fit:
+    """A model's programs for a site, and the memory plan that they leave."""
+
+    def __init__(self, config: EngineConfig, site: Site):
+        self.config, self.site = config, site
         self.buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """ConfigError or ModuleNotFoundError where nothing compiles for the site."""
+        return self.site.mesh()
 
     def largest(self) -> list[Bucket]:
         """The largest bucket of each kind: what decides about memory."""
         return [max(b for b in self.buckets if b.kind == kind) for kind in ("decode", "ragged")]
 
+    def programs(self, buckets: list[Bucket], executables: Executables) -> Programs:
+        """Not compiled yet. Raises ConfigError for what cannot be served."""
+        config, mesh = self.config, executables.mesh
+        with using(mesh):
+            self._model, module, parts, self.dtype = read_model(config, self.site.platform)
+            layouts = layouts_of(module)
+            held = held_params(config, self._model, module, abstract_params(module))
+        self.num_parameters = sum(a.size for a in jax.tree.leaves(abstract_params(module)))
+        return make_programs(
+            config,
+            module,
+            shared_out(held, layouts, mesh),
+            Router(parts),
+            vocab_size=self._model.vocab_size,
+            max_model_len=choose_max_model_len(config, self._model),
+            device_kind=self.site.kind,
+            available=int(self.site.memory * config.memory_share(self.site.platform)),
+            executables=executables,
+            startup=Startup(),
+            buckets=buckets,
+        )
+
     def plan(self, scratch: int = 0) -> MemoryPlan:
-        """How the GPU's memory is shared out if a step needs `scratch` bytes. OutOfMemoryError if it does not fit."""
-        config = self.config
-        return plan_memory(
-            self._router,
-            weights=tree_bytes(self._params),
-            sampler=tree_bytes(self._sampler),
-            scratch=scratch,
-            available=int(self.gpu.memory * config.memory_share("gpu")),
-            max_num_seqs=config.max_num_seqs,
-            pages_per_seq=self._pages_per_seq,
-            num_pages=config.num_pages,
-            prefix_caching=config.enable_prefix_caching,
-            snapshot_slots=config.snapshot_slots,
-            snapshot_dtype=config.snapshot_dtype,  # pyright: ignore[reportArgumentType]
-        )
+        """How one device's memory is shared out if a step needs `scratch` bytes and nothing is spread over a mesh.
+        OutOfMemoryError if it does not fit. Compiles nothing."""
+        return self.programs(self.buckets, Executables(None)).plan(scratch=scratch)
 
-    def compile(self, bucket: Bucket, plan: MemoryPlan) -> Any:
-        """The step of a bucket as the engine compiles it, for the GPU. ModuleNotFoundError without its compiler."""
-        config = self.config
-        slots = plan.num_slots + plan.snapshot_rows
-        geometry = Geometry(
-            page_size=config.page_size,
-            table_width=self._pages_per_seq if self._router.has_pages else 0,
-            has_slots=self._router.has_slots,
-            scratch_slot=slots,
-            scratch_page=plan.num_pages,
-            scratch_row=config.max_num_seqs,
-            chunk_size=config.chunk_size,
-            target=target_of(config, self.gpu.kind),
-            first_snapshot=plan.num_slots,
-            has_snapshots=plan.num_snapshots > 0,
-            has_staging=plan.num_staged > 0,
-        )
-        layout = Layout(bucket, geometry)
-        arguments = (
-            self._params,
-            abstract_cache(self._router, slots=slots, pages=plan.num_pages),
-            self._sampler,
-            jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
-            jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
-            jax.ShapeDtypeStruct((bucket.seqs, -(-self._vocab_size // 32)), jnp.uint32),
-        )
-        run = jax.jit(partial(step, self._module, layout), donate_argnums=(1, 2))
-        return run.lower(*self.gpu.place(arguments)).compile()
+    def report(self, buckets: list[Bucket] | None = None, executables: Executables | None = None) -> dict[str, Any]:
+        """Compile `buckets` (None: the largest of each kind); the memory plan of each device, and what each step needs.
 
-    def report(self, buckets: list[Bucket] | None = None) -> dict[str, Any]:
-        """The memory plan with the scratch of `buckets` (None: the largest of each kind), and what each needs."""
-        plan = self.plan()
+        OutOfMemoryError for what does not fit.
+        """
+        programs = self.programs(buckets or self.largest(), executables or Executables(None, self.mesh))
+        programs.plan(scratch=0)  # what does not fit anyway is refused before anything is compiled
+        with compilations.starting():
+            try:
+                programs.compile(at_once=1)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                raise OutOfMemoryError(f"the compiler for {self.site.name} refuses a step: {error}") from error
+        self.compiled, memory = programs, programs.memory
         steps = []
-        for bucket in buckets or self.largest():
-            started = time.perf_counter()
-            memory = self.compile(bucket, plan).memory_analysis()
+        for bucket, program in programs.steps.items():
+            analysis = program.memory_analysis()
             steps.append(
                 {
                     "bucket": str(bucket),
-                    "seconds": round(time.perf_counter() - started, 1),
-                    "scratch": memory.temp_size_in_bytes,
-                    "arguments": memory.argument_size_in_bytes,
-                    "updated_in_place": memory.alias_size_in_bytes,
+                    "seconds": round(programs.seconds[bucket], 1),
+                    "scratch": analysis.temp_size_in_bytes,
+                    "arguments": analysis.argument_size_in_bytes,
+                    "updated_in_place": analysis.alias_size_in_bytes,
                 }
             )
-        final = self.plan(max(s["scratch"] for s in steps))
-        facts = {"gpu": self.gpu.name, "num_parameters": self.num_parameters, "dtype": self.dtype}
-        kinds = final.by_kind() | {"available": final.available}
-        return facts | {"steps": steps, "memory": kinds | {"num_slots": final.num_slots, "num_pages": final.num_pages}}
+        facts = {"site": self.site.name, "num_parameters": self.num_parameters, "dtype": self.dtype}
+        kinds = memory.by_kind() | {"available": memory.available}
+        sizes = {"num_slots": memory.num_slots, "num_pages": memory.num_pages, "num_snapshots": memory.num_snapshots}
+        fits = {"sequences": self.config.max_num_seqs, "tokens": memory.num_pages * self.config.page_size}
+        return facts | {"steps": steps, "memory": kinds | sizes, "fits": fits}
+
+    def write(self, writer: BundleWriter) -> dict[str, Any]:
+        """Compile everything into a bundle; the report of it."""
+        report = self.report(self.buckets, writer)
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        if self.config.disk_cache_url is not None:
+            with compilations.starting():
+                hashing(self.compiled.params, writer)
+        writer.close(identity(self.config, self._model, self.dtype, device), self.compiled.memory)
+        return report

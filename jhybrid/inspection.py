@@ -162,15 +162,17 @@ def print_inspection(facts: dict[str, Any], console: Console) -> None:
         buckets.add_row(bucket["kind"], str(bucket["tokens"]), str(bucket["seqs"]))
     console.print(buckets)
     if "fit" in facts:
-        _print_fit(facts["fit"], console)
+        print_fit(facts["fit"], console)
 
 
-def _print_fit(fit: dict[str, Any], console: Console) -> None:
-    steps = Table("step", "scratch", "updated in place", "compiled in s", title=f"Steps compiled for {fit['gpu']}")
+def print_fit(fit: dict[str, Any], console: Console) -> None:
+    """A report of `Fit` as tables."""
+    steps = Table("step", "scratch", "updated in place", "compiled in s", title=f"Steps compiled for {fit['site']}")
     for step in fit["steps"]:
         steps.add_row(step["bucket"], f"{step['scratch']:,}", f"{step['updated_in_place']:,}", f"{step['seconds']:.0f}")
     console.print(steps)
-    memory = Table("kind", "amount", title=f"Memory plan for {fit['gpu']}, the steps' scratch included")
+    memory = Table("kind", "amount", title=f"Memory plan for each device of {fit['site']}, the steps' scratch included")
     for kind, amount in fit["memory"].items():
         memory.add_row(kind, f"{amount:,}")
     console.print(memory)
+    console.print(f"{fit['fits']['sequences']:,} sequences at once; pages for {fit['fits']['tokens']:,} tokens")

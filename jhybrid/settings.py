@@ -40,6 +40,7 @@ class Settings(Generic[Command]):
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError("config", f"{path} cannot be read: {error}") from error
+        table.pop("slice", None)  # what chips the settings are meant for: see slices.py
         for name, value in table.items():
             if name not in self._types:
                 raise ConfigError(name, f"in {path} is no setting{_nearest(name, self._types)}")

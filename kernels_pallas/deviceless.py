@@ -22,18 +22,34 @@ SETTINGS = {
 }
 
 
+def devices_of(topology: str) -> list[Any]:
+    """Devices of one host to compile for, on which nothing can run; `topology` is KIND:SHAPE, such as "v5e:2x4".
+
+    Raises ModuleNotFoundError without libtpu, ValueError for a topology that there is not.
+    """
+    import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    shape = topology.partition(":")[2].split("x")
+    if not all(length.isdecimal() for length in shape):
+        raise ValueError(f"{topology!r} is not KIND:SHAPE, such as v5e:2x4")
+    bounds = [*map(int, shape), 1][:3]
+
+    for name, value in SETTINGS.items():
+        os.putenv(name, value)
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=bounds)
+        return list(found.devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"{topology!r} is no topology of TPUs: {error}") from error
+
+
 def compile_for(chip: Chip, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
     """`function` compiled for one device of `chip`; `args` are pytrees of arrays or shapes, and are not read.
 
     Raises ModuleNotFoundError without libtpu, and what the compiler raises: vector memory that overflows, misaligned
     tiles, operations that the chip lacks.
     """
-    import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
-
-    for name, value in SETTINGS.items():
-        os.putenv(name, value)
-    device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
-    mesh = Mesh(np.array([device]), ("device",))
+    mesh = Mesh(np.array(devices_of(chip.topology)[:1]), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

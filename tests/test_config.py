@@ -23,7 +23,7 @@ from jhybrid import ConfigError, EngineConfig
         ("load_format", "gguf"),
         ("memory_fraction", 0.0),
         ("memory_fraction", 1.5),
-        ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", 0),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: object):

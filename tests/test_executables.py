@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kernels_pallas
-from jhybrid import Engine, EngineConfig, Request, SamplingParams, compilations, executables, runner
+from jhybrid import Engine, EngineConfig, Request, SamplingParams, compilations, executables, programs
 from jhybrid.executables import Compiled, Executables
 from tests.conftest import GOLDEN
 
@@ -169,7 +169,7 @@ def test_a_warm_engine_traces_nothing_and_gives_the_same_bits(tmp_path: Path, mo
     def traced(*_: object) -> None:
         raise AssertionError("traced")
 
-    monkeypatch.setattr(runner, "step", traced)
+    monkeypatch.setattr(programs, "step", traced)
     with Engine(config) as warm:
         before = jax.tree.leaves((warm.runner.cache, warm.runner.sampler))
         assert warm.generate(requests) == expected

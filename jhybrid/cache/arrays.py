@@ -6,20 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from jhybrid.cache.router import Cache, Router
 from jhybrid.cache.snapshots import SnapshotDtype, bytes_per_snapshot
 from jhybrid.errors import OutOfMemoryError
+from jhybrid.mesh import placed
 
 
-def abstract_cache(router: Router, *, slots: int, pages: int) -> Cache:
-    """The cache as shapes. Every layer has one row more than it has slots (pages): the scratch row, its last.
+def abstract_cache(router: Router, *, slots: int, pages: int, mesh: Mesh | None = None) -> Cache:
+    """The cache as shapes, shared out on `mesh`.
+
+    Every layer has one row more than it has slots (pages): the scratch row, its last.
 
     `slots` counts those of running sequences and, after them, those of snapshots.
     """
     rows = {"slot": slots + 1, "page": pages + 1}
     arrays = {
-        name: jax.ShapeDtypeStruct((layers * rows[part.unit], *part.shape), jnp.dtype(part.dtype))
+        name: placed(
+            mesh, jax.ShapeDtypeStruct((layers * rows[part.unit], *part.shape), jnp.dtype(part.dtype)), part.axis
+        )
         for name, (part, layers) in router.arrays.items()
     }
     return Cache(router, arrays)  # pyright: ignore[reportArgumentType]
@@ -27,7 +33,7 @@ def abstract_cache(router: Router, *, slots: int, pages: int) -> Cache:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by kind. Caches include their scratch rows, so that the kinds sum to what is allocated."""
+    """Bytes of one device by kind. Caches include their scratch rows, so that the kinds sum to what is allocated."""
 
     weights: int
     kv: int
@@ -183,5 +189,11 @@ def copy_pages(cache: Cache, moves: jax.Array, count: jax.Array) -> Cache:
 
 
 def tree_bytes(tree: object) -> int:
-    """Bytes of all arrays (or shapes) of a pytree."""
-    return sum(int(np.prod(a.shape)) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
+    """Bytes of all arrays (or shapes) of a pytree, on one device."""
+
+    def size(a: jax.Array) -> int:
+        sharding = getattr(a, "sharding", None)
+        shape = a.shape if sharding is None else sharding.shard_shape(a.shape)
+        return int(np.prod(shape)) * jnp.dtype(a.dtype).itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

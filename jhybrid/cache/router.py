@@ -26,6 +26,8 @@ class Part:
     shape: tuple[int, ...]  # of one slot or one page
     dtype: str
     vector: int | None = None  # of a state: elements in a row, along the last axis, that belong to one head
+    shards: int = 1  # of the mesh, among which it is shared out
+    shared_axis: int = -1  # of `shape`, along which it is
 
     @property
     def elements(self) -> int:
@@ -34,8 +36,13 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one slot or page of one layer."""
-        return self.elements * jnp.dtype(self.dtype).itemsize
+        """Bytes of one slot or page of one layer on one device."""
+        return self.elements // self.shards * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def axis(self) -> int | None:
+        """Of a cache array, along which it is shared out."""
+        return None if self.shards == 1 else 1 + self.shared_axis % len(self.shape)
 
 
 @dataclass(frozen=True)
@@ -90,12 +97,12 @@ class Router:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one sequence's whole recurrent state, all layers; 0 for a model with no recurrent layer."""
+        """Bytes of one sequence's whole recurrent state, all layers, on one device; 0 for a model with none."""
         return sum(part.bytes * layers for part, layers in self._arrays.values() if part.unit == "slot")
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page, all attention layers; 0 for a model with none."""
+        """Bytes of one page, all attention layers, on one device; 0 for a model with none."""
         return sum(part.bytes * layers for part, layers in self._arrays.values() if part.unit == "page")
 
     @property

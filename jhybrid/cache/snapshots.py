@@ -11,8 +11,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from jhybrid.cache.router import Cache, Part, Router
+from jhybrid.mesh import placed
 from kernels_pallas.words import from_words, to_words
 
 SnapshotDtype = Literal["auto", "bfloat16", "int8"]
@@ -39,17 +41,17 @@ def is_int8(part: Part, dtype: SnapshotDtype) -> bool:
 
 
 def bytes_per_snapshot(router: Router, dtype: SnapshotDtype) -> int:
-    """Bytes of one sequence's state, all layers, as it is stored."""
+    """Bytes of one sequence's state, all layers, as it is stored, on one device."""
     return sum(
-        size.size * jnp.dtype(size.dtype).itemsize
-        for packed in abstract_store(router, 1, dtype).values()
+        size.size // (router.arrays[name][0].shards if size is packed.values else 1) * jnp.dtype(size.dtype).itemsize
+        for name, packed in abstract_store(router, 1, dtype).items()
         for size in packed
         if size is not None
     )
 
 
-def abstract_store(router: Router, rows: int, dtype: SnapshotDtype) -> Store:
-    """The store as shapes, for `rows` snapshots."""
+def abstract_store(router: Router, rows: int, dtype: SnapshotDtype, mesh: Mesh | None = None) -> Store:
+    """The store as shapes, for `rows` snapshots, shared out on `mesh` but for the scales."""
     store: dict[str, Packed] = {}
     for name, (part, layers) in router.arrays.items():
         if part.unit != "slot":
@@ -58,10 +60,12 @@ def abstract_store(router: Router, rows: int, dtype: SnapshotDtype) -> Store:
         if is_int8(part, dtype):
             assert part.vector is not None
             vectors = part.elements // part.vector
-            scales = jax.ShapeDtypeStruct((layers * rows, vectors), jnp.float32)
-            store[name] = Packed(jax.ShapeDtypeStruct(shape, jnp.int8), scales)  # pyright: ignore[reportArgumentType]
+            scales = placed(mesh, jax.ShapeDtypeStruct((layers * rows, vectors), jnp.float32))
+            values = placed(mesh, jax.ShapeDtypeStruct(shape, jnp.int8), part.axis)
+            store[name] = Packed(values, scales)  # pyright: ignore[reportArgumentType]
         else:
-            store[name] = Packed(jax.ShapeDtypeStruct(shape, jnp.uint16), None)  # pyright: ignore[reportArgumentType]
+            values = placed(mesh, jax.ShapeDtypeStruct(shape, jnp.uint16), part.axis)
+            store[name] = Packed(values, None)  # pyright: ignore[reportArgumentType]
     return store
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.rope import Rope
+from jhybrid.mesh import WHOLE, Layout, Piece, over_shards, shards, split
 from jhybrid.weights.names import FileRows, TensorName
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.spans import Spans
@@ -42,9 +44,27 @@ class AttentionSpec:
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         return heads | {"gate": self.num_heads} if self.gated else heads
 
+    @property
+    def shards(self) -> int:
+        """Among how many the heads are shared out."""
+        return shards("heads", self.num_heads, self.num_kv_heads)
+
+    @property
+    def copies(self) -> int:
+        """How often each head of K and V is held: once, unless there are more shards than these."""
+        return max(1, self.shards // self.num_kv_heads)
+
+    @property
+    def layout(self) -> Layout:
+        """Of `qkv_proj`."""
+        copies = {"k": self.copies, "v": self.copies}
+        pieces = (Piece(heads, self.head_dim, copies.get(part, 1)) for part, heads in self.heads.items())
+        return Layout(self.shards, pieces=tuple(pieces))
+
     def parts(self, page_size: int, kv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per page: of each token K and V of head 0, then of 1, and so on."""
-        return (Part("kv", "page", (page_size, 2 * self.num_kv_heads * self.head_dim), kv_dtype),)
+        width = 2 * self.num_kv_heads * self.copies * self.head_dim
+        return (Part("kv", "page", (page_size, width), kv_dtype, shards=self.shards),)
 
 
 class Attention(nn.Module):
@@ -59,47 +79,57 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, cache: AnyCache, spans: Spans, *, added: Array | None = None, layer_id: int | None = None
+        self,
+        x: Array,
+        cache: AnyCache,
+        spans: Spans,
+        *,
+        added: tuple[Array, ...] | None = None,
+        layer_id: int | None = None,
     ) -> tuple[Array, AnyCache]:
-        """x [T, M] -> [T, M]. A mixer that layers share is told by each its `layer_id`, and what is `added` to the
-        output of `qkv_proj`.
+        """x [T, M] -> [T, M]. A mixer that layers share is told by each its `layer_id`, and what is `added` to q, k
+        and v [T, heads * Dh].
         """
         spec, layer_id = self.spec, self.layer_id if layer_id is None else layer_id
-        queries, width = spec.num_heads, sum(spec.heads.values())
-        qkv = Linear(width * spec.head_dim, spec.hidden_size, self.dtype, spec.qkv_bias, name="qkv_proj")(x)
-        qkv = qkv if added is None else qkv + added
-        qkv = qkv.reshape(-1, width, spec.head_dim)  # [T, Hq + 2 Hkv (+ Hq), Dh]
-        ends = [queries, queries + spec.num_kv_heads, queries + 2 * spec.num_kv_heads]
-        q, k, v, gate = jnp.split(qkv, ends, axis=1)
-        q, k = self._normalise(q, "q_norm"), self._normalise(k, "k_norm")
+        layout = spec.layout
+        proj = Linear(layout.held, spec.hidden_size, self.dtype, spec.qkv_bias, layout=layout, name="qkv_proj")
+        parts = split(proj(x), [piece.held for piece in layout.pieces], spec.shards)
+        if added is not None:
+            parts = [part + more for part, more in zip(parts, added, strict=True)]
+        q, k, v, *gate = (part.reshape(len(x), -1, spec.head_dim) for part in parts)  # [T, heads, Dh]
+        q, k = self._normalise(q, "q_norm"), self._normalise(k, "k_norm", spec.copies)
         if spec.rope is not None:
             positions = spans.positions()
             q, k = spec.rope(q, positions), spec.rope(k, positions)
         pages, base = cache.open(layer_id, "kv")
-        o, pages = paged_attention(
-            q, k, v, pages, spans, scale=spec.scale, sliding_window=spec.sliding_window, base=base
-        )
+        attend = partial(paged_attention, scale=spec.scale, sliding_window=spec.sliding_window, base=base)
+        o, pages = over_shards(attend, spec.shards, (1, 1, 1, 2, None), (1, 2))(q, k, v, pages, spans)
         cache = cache.put(layer_id, "kv", pages)
         if spec.gated:
-            o = o * jax.nn.sigmoid(gate)
+            o = o * jax.nn.sigmoid(gate[0])
+        width = spec.num_heads * spec.head_dim
         out = Linear(
             spec.out_size or spec.hidden_size,
-            queries * spec.head_dim,
+            width,
             self.dtype,
             spec.out_bias,
             init_std=self.out_std,
+            layout=Layout(spec.shards, axis=1),
             name="o_proj",
         )
-        return out(o.reshape(-1, queries * spec.head_dim)), cache  # [T, Hq * Dh] -> [T, M]
+        return out(o.reshape(-1, width)), cache  # [T, Hq * Dh] -> [T, M]
 
-    def _normalise(self, heads: Array, name: str) -> Array:
+    def _normalise(self, heads: Array, name: str, copies: int = 1) -> Array:
         """q or k [T, heads, Dh], normalised where asked."""
         spec = self.spec
         if spec.qk_norm_eps is None:
             return heads
-        x = heads.reshape(len(heads), -1) if spec.qk_norm_whole else heads
-        norm = RMSNorm(x.shape[-1], spec.qk_norm_eps, self.dtype, spec.qk_norm_offset, name=name)
-        return norm(x).reshape(heads.shape)
+        layout = WHOLE
+        if spec.qk_norm_whole:
+            piece = Piece(heads.shape[1] // copies, spec.head_dim, copies)
+            heads, layout = heads.reshape(len(heads), -1), Layout(spec.shards, pieces=(piece,))
+        norm = RMSNorm(heads.shape[-1], spec.qk_norm_eps, self.dtype, spec.qk_norm_offset, layout, name=name)
+        return norm(heads).reshape(len(heads), -1, spec.head_dim)
 
 
 def attention_names(

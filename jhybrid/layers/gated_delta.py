@@ -5,6 +5,7 @@ Sources: Yang et al. 2024, "Gated Delta Networks", section 3.4; Kimi Team 2025, 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -13,8 +14,10 @@ from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
+from jhybrid.layers.mamba2 import CHANNELS
 from jhybrid.layers.norm import GatedRMSNorm
 from jhybrid.layers.parameter import inverse_softplus_of_log_uniform, log_of_uniform, parameter, uniform
+from jhybrid.mesh import Layout, Piece, on_all, over_shards, shards, split
 from jhybrid.weights.names import FileRows, TensorName
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.gated_delta import gated_delta
@@ -64,11 +67,31 @@ class GatedDeltaSpec:
         """Channels that pass the convolution."""
         return sum(self.sizes[part] for part in ("q", "k", "v"))
 
+    @property
+    def shards(self) -> int:
+        """Among how many the heads are shared out, and the bottleneck."""
+        if self.bottleneck is not None and shards("channels", self.bottleneck) != shards("heads", self.num_v_heads):
+            return 1
+        return shards("heads", self.num_v_heads, self.num_k_heads)
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """The rows of `in_proj`. Where there are more shards than key heads, these are held several times."""
+        keys = Piece(self.num_k_heads, self.k_dim, max(1, self.shards // self.num_k_heads))
+        values = Piece(self.num_v_heads, self.v_dim)
+        return {"q": keys, "k": keys, "v": values, "gate": Piece(self.bottleneck) if self.bottleneck else values}
+
+    @property
+    def conv_layout(self) -> Layout:
+        """Of the channels that pass the convolution."""
+        return Layout(self.shards, pieces=tuple(self.pieces[part] for part in ("q", "k", "v")))
+
     def parts(self, state_dtype: str, conv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per slot."""
+        state, over = (self.num_v_heads, self.k_dim, self.v_dim), self.shards
         return (
-            Part("conv", "slot", (self.conv_kernel, self.conv_size), conv_dtype),
-            Part("delta", "slot", (self.num_v_heads, self.k_dim, self.v_dim), state_dtype, vector=self.v_dim),
+            Part("conv", "slot", (self.conv_kernel, self.conv_layout.held), conv_dtype, shards=over),
+            Part("delta", "slot", state, state_dtype, vector=self.v_dim, shards=over, shared_axis=0),
         )
 
 
@@ -87,14 +110,17 @@ class GatedDelta(nn.Module):
     def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         """x [T, M] -> [T, M]."""
         spec = self.spec
-        projected = Linear(sum(spec.sizes.values()), spec.hidden_size, self.dtype, name="in_proj")(x)
-        qkv, gate = jnp.split(projected, [spec.conv_size], axis=1)
-        width = sum(spec.control_sizes.values())
-        control = Linear(width, spec.hidden_size, self.dtype, name="control_proj", exact=True)(x)
-        beta, decay = jnp.split(control, [spec.control_sizes["beta"]], axis=1)
+        by_head, layout = Layout(spec.shards), Layout(spec.shards, pieces=tuple(spec.pieces.values()))
+        projected = Linear(layout.held, spec.hidden_size, self.dtype, layout=layout, name="in_proj")(x)
+        qkv, gate = split(projected, (spec.conv_layout.held, spec.pieces["gate"].held), spec.shards)
+        sizes = spec.control_sizes.values()
+        layout = Layout(spec.shards, pieces=tuple(map(Piece, sizes)))
+        control = Linear(sum(sizes), spec.hidden_size, self.dtype, layout=layout, name="control_proj", exact=True)(x)
+        beta, decay = split(control, tuple(sizes), spec.shards)
         if spec.bottleneck is not None:
-            gate = Linear(spec.inner_size, spec.bottleneck, self.dtype, name="gate_proj")(gate)
-            decay = Linear(spec.decay_size, spec.bottleneck, self.dtype, name="decay_proj", exact=True)(decay)
+            wide = (spec.inner_size, spec.bottleneck, self.dtype), (spec.decay_size, spec.bottleneck, self.dtype)
+            gate = Linear(*wide[0], layout=by_head, name="gate_proj")(on_all(gate))
+            decay = Linear(*wide[1], layout=by_head, name="decay_proj", exact=True)(on_all(decay))
         beta = jax.nn.sigmoid(beta.astype(jnp.float32)) * spec.beta_scale
         qkv, cache = self._convolve(qkv, cache, spans)
         o, cache = self._update(qkv, self._log_decay(decay), beta, cache, spans)  # [T, H, dv]
@@ -108,23 +134,27 @@ class GatedDelta(nn.Module):
             name="norm",
         )
         o = norm(o, gate.reshape(o.shape)).reshape(-1, spec.inner_size)  # [T, H * dv]
-        out = Linear(spec.hidden_size, spec.inner_size, self.dtype, init_std=self.out_std, name="out_proj")
+        sizes, across = (spec.hidden_size, spec.inner_size), Layout(spec.shards, axis=1)
+        out = Linear(*sizes, self.dtype, init_std=self.out_std, layout=across, name="out_proj")
         return out(o), cache
 
     def _convolve(self, qkv: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec = self.spec
-        shape = (spec.conv_size, spec.conv_kernel)
-        weight = parameter(self, "conv_weight", uniform(spec.conv_kernel**-0.5), shape, self.dtype)
+        layout = spec.conv_layout
+        shape = (layout.held, spec.conv_kernel)
+        weight = parameter(self, "conv_weight", uniform(spec.conv_kernel**-0.5), shape, self.dtype, layout)
         window, base = cache.open(self.layer_id, "conv")
-        qkv, window = causal_conv(qkv, weight, None, window, spans, activation="silu", base=base)
+        convolve = over_shards(partial(causal_conv, activation="silu", base=base), spec.shards, *CHANNELS)
+        qkv, window = convolve(qkv, weight, None, window, spans)
         return qkv, cache.put(self.layer_id, "conv", window)
 
     def _log_decay(self, decay: Array) -> Array:
         """[T, H] or [T, H, dk] float32: -exp(A_log) softplus(decay + dt_bias)."""
-        heads = self.spec.num_v_heads
-        A = jnp.exp(parameter(self, "A_log", log_of_uniform(1.0, 16.0), (heads,), jnp.float32))
+        heads, layout = self.spec.num_v_heads, Layout(self.spec.shards)
+        A = jnp.exp(parameter(self, "A_log", log_of_uniform(1.0, 16.0), (heads,), jnp.float32, layout))
         init = inverse_softplus_of_log_uniform(0.001, 0.1)
-        dt = jax.nn.softplus(decay.astype(jnp.float32) + parameter(self, "dt_bias", init, decay.shape[1:], jnp.float32))
+        bias = parameter(self, "dt_bias", init, decay.shape[1:], jnp.float32, layout)
+        dt = jax.nn.softplus(decay.astype(jnp.float32) + bias)
         if self.spec.bottleneck is None:
             return -A * dt
         return -A[:, None] * dt.reshape(-1, heads, self.spec.k_dim)
@@ -132,12 +162,14 @@ class GatedDelta(nn.Module):
     def _update(
         self, qkv: Array, log_decay: Array, beta: Array, cache: AnyCache, spans: Spans
     ) -> tuple[Array, AnyCache]:
-        spec, keys = self.spec, self.spec.sizes["k"]
-        q, k, v = jnp.split(qkv.astype(jnp.float32), [keys, 2 * keys], axis=1)
-        q, k = (_unit_length(a.reshape(-1, spec.num_k_heads, spec.k_dim)) for a in (q, k))
+        spec = self.spec
+        widths = [piece.held for piece in spec.conv_layout.pieces]
+        q, k, v = split(qkv.astype(jnp.float32), widths, spec.shards)
+        q, k = (_unit_length(a.reshape(len(a), -1, spec.k_dim)) for a in (q, k))
         v = v.reshape(-1, spec.num_v_heads, spec.v_dim)
         state, base = cache.open(self.layer_id, "delta")
-        o, state = gated_delta(q * spec.k_dim**-0.5, k, v, log_decay, beta, state, spans, base=base)
+        update = over_shards(partial(gated_delta, base=base), spec.shards, (1, 1, 1, 1, 1, 1, None), (1, 1))
+        o, state = update(q * spec.k_dim**-0.5, k, v, log_decay, beta, state, spans)
         return o, cache.put(self.layer_id, "delta", state)
 
 

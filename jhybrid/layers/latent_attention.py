@@ -7,6 +7,7 @@ there is projected after.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.parameter import parameter
+from jhybrid.mesh import Layout, over_shards, shards
 from jhybrid.weights.names import TensorName
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.spans import Spans
@@ -43,6 +45,11 @@ class LatentAttentionSpec:
     def sizes(self) -> dict[str, int]:
         """Rows of each part of `in_proj`, in order."""
         return {"q": self.num_heads * self.key_dim, "latent": self.latent_size + self.shared_key_dim}
+
+    @property
+    def shards(self) -> int:
+        """Among how many the heads are shared out. All hold the latents, and compute the queries of all heads."""
+        return shards("heads", self.num_heads)
 
     def parts(self, page_size: int, kv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per page: the latent and the shared key of each token, one row for all heads."""
@@ -72,19 +79,22 @@ class LatentAttention(nn.Module):
         q = jnp.einsum("thk,hkl->thl", q, to_key, preferred_element_type=jnp.float32)
         q = jnp.concatenate([q, q_shared.astype(jnp.float32)], axis=2)  # [T, Hq, L + shared]
         pages, base = cache.open(self.layer_id, "kv")
-        read, pages = paged_attention(q, kept, None, pages, spans, scale=spec.key_dim**-0.5, base=base)
+        attend = partial(paged_attention, scale=spec.key_dim**-0.5, base=base)
+        axes = (1, None, None, None, None), (1, None)
+        read, pages = over_shards(attend, spec.shards, *axes)(q, kept, None, pages, spans)
         cache = cache.put(self.layer_id, "kv", pages)
         read = read[..., : spec.latent_size].astype(self.dtype)
         o = jnp.einsum("thl,hvl->thv", read, to_value)  # [T, Hq, value]
         width = spec.num_heads * spec.value_dim
-        out = Linear(spec.hidden_size, width, self.dtype, init_std=self.out_std, name="o_proj")
+        across = Layout(spec.shards, axis=1)
+        out = Linear(spec.hidden_size, width, self.dtype, init_std=self.out_std, layout=across, name="o_proj")
         return out(o.reshape(-1, width)), cache
 
     def _head_projections(self) -> tuple[Array, Array]:
         """From the latent to each head's key [Hq, own key, L], and to its value [Hq, value, L]."""
         spec = self.spec
         shape = (spec.num_heads * (spec.own_key_dim + spec.value_dim), spec.latent_size)
-        weight = parameter(self, "kv_proj", nn.initializers.normal(INIT_STD), shape, self.dtype)
+        weight = parameter(self, "kv_proj", nn.initializers.normal(INIT_STD), shape, self.dtype, Layout(spec.shards))
         by_head = weight.reshape(spec.num_heads, -1, spec.latent_size)
         return by_head[:, : spec.own_key_dim], by_head[:, spec.own_key_dim :]
 

@@ -1,6 +1,7 @@
 """Mamba1: the selective state space mixer with a decay per channel and state (Gu and Dao 2023, "Mamba")."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import flax.linen as nn
@@ -9,9 +10,10 @@ from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
-from jhybrid.layers.mamba2 import step_size
+from jhybrid.layers.mamba2 import CHANNELS, step_size
 from jhybrid.layers.norm import RMSNorm, gated, normalised
 from jhybrid.layers.parameter import inverse_softplus_of_log_uniform, parameter, uniform
+from jhybrid.mesh import Layout, Piece, over_shards, shards, split
 from jhybrid.weights.names import TensorName
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.selective_scan import selective_scan
@@ -37,11 +39,16 @@ class Mamba1Spec:
     norm_eps: float = 1e-6
     dt_init: tuple[float, float] = (0.001, 0.1)  # fresh channels step between these, log-uniformly
 
+    @property
+    def shards(self) -> int:
+        """Among how many the channels are shared out."""
+        return shards("channels", self.inner_size)
+
     def parts(self, state_dtype: str, conv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per slot."""
         return (
-            Part("conv", "slot", (self.conv_kernel, self.inner_size), conv_dtype),
-            Part("ssm", "slot", (self.state_size, self.inner_size), state_dtype),
+            Part("conv", "slot", (self.conv_kernel, self.inner_size), conv_dtype, shards=self.shards),
+            Part("ssm", "slot", (self.state_size, self.inner_size), state_dtype, shards=self.shards),
         )
 
 
@@ -59,38 +66,51 @@ class Mamba1(nn.Module):
     @nn.compact
     def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         """x [T, M] -> [T, M]."""
-        spec = self.spec
-        x = Linear(2 * spec.inner_size, spec.hidden_size, self.dtype, spec.proj_bias, name="in_proj")(x)
-        x, gate = jnp.split(x, 2, axis=1)
+        spec, inner = self.spec, self.spec.inner_size
+        layout = Layout(spec.shards, pieces=(Piece(inner), Piece(inner)))
+        in_proj = Linear(2 * inner, spec.hidden_size, self.dtype, spec.proj_bias, layout=layout, name="in_proj")
+        x, gate = split(in_proj(x), (inner, inner), spec.shards)
         x, cache = self._convolve(x, cache, spans)
         y, cache = self._scan(x, cache, spans)
         out = Linear(
-            spec.hidden_size, spec.inner_size, self.dtype, spec.proj_bias, init_std=self.out_std, name="out_proj"
+            spec.hidden_size,
+            inner,
+            self.dtype,
+            spec.proj_bias,
+            init_std=self.out_std,
+            layout=Layout(spec.shards, axis=1),
+            name="out_proj",
         )
         return out(gated(y, gate).astype(self.dtype)), cache
 
     def _convolve(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec = self.spec
-        shape = (spec.inner_size, spec.conv_kernel)
-        weight = parameter(self, "conv_weight", uniform(spec.conv_kernel**-0.5), shape, self.dtype)
-        bias = parameter(self, "conv_bias", nn.initializers.zeros, shape[:1], self.dtype) if spec.conv_bias else None
+        shape, layout = (spec.inner_size, spec.conv_kernel), Layout(spec.shards)
+        weight = parameter(self, "conv_weight", uniform(spec.conv_kernel**-0.5), shape, self.dtype, layout)
+        bias = None
+        if spec.conv_bias:
+            bias = parameter(self, "conv_bias", nn.initializers.zeros, shape[:1], self.dtype, layout)
         window, base = cache.open(self.layer_id, "conv")
-        x, window = causal_conv(x, weight, bias, window, spans, activation="silu", base=base)
+        convolve = over_shards(partial(causal_conv, activation="silu", base=base), spec.shards, *CHANNELS)
+        x, window = convolve(x, weight, bias, window, spans)
         return x, cache.put(self.layer_id, "conv", window)
 
     def _scan(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec, inner = self.spec, (self.spec.inner_size,)
         width = spec.dt_rank + 2 * spec.state_size
-        projected = Linear(width, spec.inner_size, self.dtype, name="x_proj", exact=True)(x)
+        layout = Layout(spec.shards)
+        across = Layout(spec.shards, axis=1)
+        projected = Linear(width, spec.inner_size, self.dtype, name="x_proj", exact=True, layout=across)(x)
         parts = jnp.split(projected, [spec.dt_rank, spec.dt_rank + spec.state_size], axis=1)
         dt, B, C = (self._normalise(a, name) for a, name in zip(parts, NORMED, strict=True))
-        dt = Linear(spec.inner_size, spec.dt_rank, self.dtype, name="dt_proj", exact=True)(dt)
-        dt_bias = parameter(self, "dt_bias", inverse_softplus_of_log_uniform(*spec.dt_init), inner, jnp.float32)
+        dt = Linear(spec.inner_size, spec.dt_rank, self.dtype, name="dt_proj", exact=True, layout=layout)(dt)
+        dt_bias = parameter(self, "dt_bias", inverse_softplus_of_log_uniform(*spec.dt_init), inner, jnp.float32, layout)
         dt = step_size(dt, dt_bias, (0.0, float("inf")), spans)
-        A = -jnp.exp(parameter(self, "A_log", _log_of_count, (*inner, spec.state_size), jnp.float32))
-        D = parameter(self, "D", nn.initializers.ones, inner, jnp.float32)
+        A = -jnp.exp(parameter(self, "A_log", _log_of_count, (*inner, spec.state_size), jnp.float32, layout))
+        D = parameter(self, "D", nn.initializers.ones, inner, jnp.float32, layout)
         state, base = cache.open(self.layer_id, "ssm")
-        y, state = selective_scan(x, dt, A, B, C, D, state, spans, base=base)
+        axes = (1, 1, 0, None, None, 0, 2, None), (1, 2)
+        y, state = over_shards(partial(selective_scan, base=base), spec.shards, *axes)(x, dt, A, B, C, D, state, spans)
         return y, cache.put(self.layer_id, "ssm", state)
 
     def _normalise(self, x: Array, name: str) -> Array:

@@ -1,6 +1,7 @@
 """Mamba2: the selective state space mixer with scalar decay per head (Dao and Gu 2024, "Transformers are SSMs")."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -12,10 +13,14 @@ from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
 from jhybrid.layers.norm import GatedRMSNorm, gated
 from jhybrid.layers.parameter import inverse_softplus_of_log_uniform, log_of_uniform, parameter, uniform
+from jhybrid.mesh import Layout, Piece, over_shards, shards, split
 from jhybrid.weights.names import TensorName
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd import ssd
+
+CHANNELS = (1, 0, 0, 2, None), (1, 2)
+"""Axes of the arguments and results of `causal_conv` that consist of channels."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,33 @@ class Mamba2Spec:
 
     @property
     def conv_size(self) -> int:
-        """Channels that pass the convolution: x, B and C."""
+        """Channels that pass the convolution, as checkpoints have them: x, B and C."""
         return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def shards(self) -> int:
+        """Among how many the heads are shared out."""
+        return shards("heads", self.num_heads, self.num_groups)
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """The rows of `in_proj`. Where there are more shards than groups, B and C are held once for each shard."""
+        heads = Piece(self.num_heads, self.head_dim)
+        groups = Piece(self.num_groups, self.state_size, max(1, self.shards // self.num_groups))
+        return {"z": heads, "x": heads, "B": groups, "C": groups, "dt": Piece(self.num_heads)}
+
+    @property
+    def conv_layout(self) -> Layout:
+        """Of the channels that pass the convolution."""
+        return Layout(self.shards, pieces=tuple(self.pieces[part] for part in ("x", "B", "C")))
 
     def parts(self, state_dtype: str, conv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per slot."""
+        window = (self.conv_kernel, self.conv_layout.held)
+        state = (self.state_size, self.inner_size)
         return (
-            Part("conv", "slot", (self.conv_kernel, self.conv_size), conv_dtype),
-            Part("ssm", "slot", (self.state_size, self.inner_size), state_dtype, vector=self.head_dim),
+            Part("conv", "slot", window, conv_dtype, shards=self.shards),
+            Part("ssm", "slot", state, state_dtype, vector=self.head_dim, shards=self.shards),
         )
 
 
@@ -69,15 +93,18 @@ class Mamba2(nn.Module):
     def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         """x [T, M] -> [T, M]."""
         spec = self.spec
-        width = spec.inner_size + spec.conv_size + spec.num_heads
-        projected = Linear(width, spec.hidden_size, self.dtype, spec.proj_bias, name="in_proj")(x)
+        layout = Layout(spec.shards, pieces=tuple(spec.pieces.values()))
+        in_proj = Linear(layout.held, spec.hidden_size, self.dtype, spec.proj_bias, layout=layout, name="in_proj")
+        projected = in_proj(x)
         if spec.projected_multipliers is not None:
-            groups = spec.num_groups * spec.state_size
-            sizes = (spec.inner_size, spec.inner_size, groups, groups, spec.num_heads)
-            projected = projected * np.repeat(spec.projected_multipliers, sizes).astype(self.dtype)
-        gate, xBC, dt = jnp.split(projected, [spec.inner_size, spec.inner_size + spec.conv_size], axis=1)
+            sizes = [piece.rows for piece in layout.pieces]
+            by_row = layout.arranged(np.repeat(spec.projected_multipliers, sizes))
+            projected = projected * by_row.astype(self.dtype)
+        widths = (spec.inner_size, spec.conv_layout.held, spec.num_heads)
+        gate, xBC, dt = split(projected, widths, spec.shards)
         xBC, cache = self._convolve(xBC, cache, spans)
-        dt_bias = parameter(self, "dt_bias", inverse_softplus_of_log_uniform(*spec.dt_init), dt.shape[1:], jnp.float32)
+        init = inverse_softplus_of_log_uniform(*spec.dt_init)
+        dt_bias = parameter(self, "dt_bias", init, dt.shape[1:], jnp.float32, Layout(spec.shards))
         y, cache = self._scan(xBC, step_size(dt, dt_bias, spec.dt_limit, spans), cache, spans)
         if spec.norm_groups is None:
             y = gated(y, gate).astype(self.dtype)
@@ -85,31 +112,40 @@ class Mamba2(nn.Module):
             sizes = (spec.inner_size, spec.norm_groups, spec.norm_eps, self.dtype)
             y = GatedRMSNorm(*sizes, spec.norm_before_gate, name="norm")(y, gate)
         out = Linear(
-            spec.hidden_size, spec.inner_size, self.dtype, spec.proj_bias, init_std=self.out_std, name="out_proj"
+            spec.hidden_size,
+            spec.inner_size,
+            self.dtype,
+            spec.proj_bias,
+            init_std=self.out_std,
+            layout=Layout(spec.shards, axis=1),
+            name="out_proj",
         )
         return out(y), cache
 
     def _convolve(self, xBC: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec = self.spec
         bound = spec.conv_kernel**-0.5  # depthwise: the fan-in is the kernel alone
-        shape = (spec.conv_size, spec.conv_kernel)
-        weight = parameter(self, "conv_weight", uniform(bound), shape, self.dtype)
-        bias = parameter(self, "conv_bias", nn.initializers.zeros, shape[:1], self.dtype) if spec.conv_bias else None
+        layout = spec.conv_layout
+        weight = parameter(self, "conv_weight", uniform(bound), (layout.held, spec.conv_kernel), self.dtype, layout)
+        bias = None
+        if spec.conv_bias:
+            bias = parameter(self, "conv_bias", nn.initializers.zeros, (layout.held,), self.dtype, layout)
         window, base = cache.open(self.layer_id, "conv")
-        xBC, window = causal_conv(xBC, weight, bias, window, spans, activation="silu", base=base)
+        convolve = over_shards(partial(causal_conv, activation="silu", base=base), spec.shards, *CHANNELS)
+        xBC, window = convolve(xBC, weight, bias, window, spans)
         return xBC, cache.put(self.layer_id, "conv", window)
 
     def _scan(self, xBC: Array, dt: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         spec = self.spec
-        heads, groups = (spec.num_heads,), spec.num_groups * spec.state_size
-        A = -jnp.exp(parameter(self, "A_log", log_of_uniform(1.0, 16.0), heads, jnp.float32))
-        D = parameter(self, "D", nn.initializers.ones, heads, jnp.float32)
-        x, B, C = jnp.split(xBC, [spec.inner_size, spec.inner_size + groups], axis=1)
-        x = x.reshape(-1, spec.num_heads, spec.head_dim)  # [T, H, P]
-        B = B.reshape(-1, spec.num_groups, spec.state_size)  # [T, G, N]
-        C = C.reshape(-1, spec.num_groups, spec.state_size)  # [T, G, N]
+        heads, layout = (spec.num_heads,), Layout(spec.shards)
+        A = -jnp.exp(parameter(self, "A_log", log_of_uniform(1.0, 16.0), heads, jnp.float32, layout))
+        D = parameter(self, "D", nn.initializers.ones, heads, jnp.float32, layout)
+        x, B, C = split(xBC, [piece.held for piece in spec.conv_layout.pieces], spec.shards)
+        x = x.reshape(len(x), spec.num_heads, spec.head_dim)  # [T, H, P]
+        B, C = (a.reshape(len(x), -1, spec.state_size) for a in (B, C))  # [T, G, N]
         state, base = cache.open(self.layer_id, "ssm")
-        y, state = ssd(x, dt, A, B, C, D, state, spans, base=base)
+        scan = over_shards(partial(ssd, base=base), spec.shards, (1, 1, 0, 1, 1, 0, 2, None), (1, 2))
+        y, state = scan(x, dt, A, B, C, D, state, spans)
         return y.reshape(-1, spec.inner_size), cache.put(self.layer_id, "ssm", state)  # [T, H * P]
 
 

@@ -1,6 +1,6 @@
 """Mlp: up, activation, down; gated (SwiGLU) or not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import flax.linen as nn
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, Linear
+from jhybrid.mesh import Layout, Piece, shards, split
 from jhybrid.weights.names import TensorName
 
 
@@ -26,12 +27,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def activate(h: Array, activation: str, gated: bool, gate_multiplier: float = 1.0) -> Array:
-    """h [..., 2I] (gate first) -> act(gate * multiplier) * up [..., I] when gated, else act(h)."""
+def activate(h: Sequence[Array], activation: str, gate_multiplier: float = 1.0) -> Array:
+    """gate and up [..., I] -> act(gate * multiplier) * up [..., I]; up alone -> act(up)."""
     act = ACTIVATIONS[activation]
-    if not gated:
-        return act(h)
-    gate, up = jnp.split(h, 2, axis=-1)
+    if len(h) == 1:
+        return act(h[0])
+    gate, up = h
     return act(gate * gate_multiplier) * up
 
 
@@ -49,14 +50,25 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, added: Array | None = None) -> Array:
-        """x [T, M] -> [T, M]; `added` is, to the output of the first projection."""
-        name, width = ("gate_up_proj", 2) if self.gated else ("up_proj", 1)
-        up = Linear(width * self.intermediate_size, self.hidden_size, self.dtype, self.bias, name=name)
+        """x [T, M] -> [T, M]; `added` [T, 2I] is, to gate and up."""
+        name, count = ("gate_up_proj", 2) if self.gated else ("up_proj", 1)
+        size = self.intermediate_size
+        over = shards("intermediate", size)
+        layout = Layout(over, pieces=(Piece(size),) * count)
+        up = Linear(count * size, self.hidden_size, self.dtype, self.bias, layout=layout, name=name)
         down = Linear(
-            self.hidden_size, self.intermediate_size, self.dtype, self.bias, init_std=self.out_std, name="down_proj"
+            self.hidden_size,
+            size,
+            self.dtype,
+            self.bias,
+            init_std=self.out_std,
+            layout=Layout(over, axis=1),
+            name="down_proj",
         )
-        h = up(x) if added is None else up(x) + added
-        return down(activate(h, self.activation, self.gated, self.gate_multiplier))
+        h = split(up(x), [size] * count, over)
+        if added is not None:
+            h = [part + more for part, more in zip(h, jnp.split(added, count, axis=1), strict=True)]
+        return down(activate(h, self.activation, self.gate_multiplier))
 
 
 def mlp_names(hubs: tuple[str, ...], path: tuple[str, ...], *, bias: bool) -> list[TensorName]:

@@ -10,6 +10,7 @@ from jax import Array
 from jhybrid.layers.linear import INIT_STD, linear
 from jhybrid.layers.mlp import GATE_UP_DOWN, activate
 from jhybrid.layers.parameter import Scaled, parameter, weight
+from jhybrid.mesh import Layout, shard_index, shards, summed_over_shards
 from jhybrid.weights.names import TensorName
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.spans import Spans
@@ -105,19 +106,27 @@ class Experts(nn.Module):
         name, width = ("gate_up_proj", 2) if spec.gated else ("up_proj", 1)
         up_shape = (spec.num_experts, width * spec.intermediate_size, spec.input_size)
         down_shape = (spec.num_experts, spec.input_size, spec.intermediate_size)
-        up = weight(self, name, nn.initializers.normal(INIT_STD), up_shape, self.dtype)
-        down = weight(self, "down_proj", nn.initializers.normal(self.out_std), down_shape, self.dtype)
+        over = shards("experts", spec.num_experts)
+        up = weight(self, name, nn.initializers.normal(INIT_STD), up_shape, self.dtype, Layout(over))
+        down = weight(self, "down_proj", nn.initializers.normal(self.out_std), down_shape, self.dtype, Layout(over))
         if spans.kind != "dense":
-            # an expert id past the last one sorts behind every group, and belongs to none
             experts = jnp.where(spans.token_valid()[:, None], experts, spec.num_experts)
-        flat = experts.reshape(-1)  # [T * k]
+        compute = summed_over_shards(self._compute, over, (None, None, None, 0, 0))
+        return compute(x, experts, weights, up, down).astype(x.dtype)
+
+    def _compute(self, x: Array, experts: Array, weights: Array, up: Array | Scaled, down: Array | Scaled) -> Array:
+        """What the experts of `up` and `down`, which may be a shard's, give: [T, D] float32."""
+        spec, count = self.spec, (up.values if isinstance(up, Scaled) else up).shape[0]
+        experts = experts - shard_index(spec.num_experts // count) * count
+        # an expert id past the last one sorts behind every group, and belongs to none
+        flat = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)  # [T * k]
         order = jnp.argsort(flat, stable=True)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-        sizes = jnp.bincount(flat, length=spec.num_experts + 1)[:-1].astype(jnp.int32)
+        sizes = jnp.bincount(flat, length=count + 1)[:-1].astype(jnp.int32)
         h = _by_expert(x[order // spec.top_k], up, sizes)
-        h = activate(h, spec.activation, spec.gated)
+        h = activate(jnp.split(h, 2, axis=-1) if spec.gated else [h], spec.activation)
         y = _by_expert(h, down, sizes)[place].reshape(-1, spec.top_k, spec.input_size)  # [T, k, D]
-        return jnp.einsum("tkd,tk->td", y.astype(jnp.float32), weights).astype(x.dtype)
+        return jnp.einsum("tkd,tk->td", y.astype(jnp.float32), weights)
 
 
 def _by_expert(x: Array, weight: Array | Scaled, sizes: Array) -> Array:

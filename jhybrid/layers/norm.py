@@ -7,6 +7,7 @@ from jax import Array
 
 from jhybrid.layers.mlp import ACTIVATIONS
 from jhybrid.layers.parameter import parameter
+from jhybrid.mesh import WHOLE, Layout
 
 
 class RMSNorm(nn.Module):
@@ -16,12 +17,13 @@ class RMSNorm(nn.Module):
     eps: float
     dtype: jnp.dtype  # of the result
     offset: float = 0.0  # 1 where checkpoints hold weights less 1
+    layout: Layout = WHOLE
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., size] -> [..., size]."""
         init = nn.initializers.constant(1.0 - self.offset)
-        weight = parameter(self, "weight", init, (self.size,), jnp.float32) + self.offset
+        weight = parameter(self, "weight", init, (self.size,), jnp.float32, self.layout) + self.offset
         return (normalised(x.astype(jnp.float32), self.eps) * weight).astype(self.dtype)
 
 

@@ -8,13 +8,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jhybrid.mesh import WHOLE, Layout
 
-def parameter(module: nn.Module, name: str, init: Callable[..., Array], shape: tuple[int, ...], dtype: Any) -> Array:
-    """A module's parameter; `init(key, shape, dtype)` makes it when the module is initialised.
+LAYOUTS = "layouts"
+"""Collection, filled by `init` alone, in which layers say how parameters are shared out on the mesh in use."""
+
+
+def parameter(
+    module: nn.Module,
+    name: str,
+    init: Callable[..., Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+    layout: Layout = WHOLE,
+) -> Array:
+    """A module's parameter; `init(key, shape, dtype)` makes it when the module is initialised. `shape` is the held one.
 
     Flax's own `param` traces `init` at every use to check the shape, which was a quarter of the time to trace a step.
     """
     if not module.has_variable("params", name):
+        if module.is_initializing():
+            module.put_variable(LAYOUTS, name, layout)
         return module.param(name, init, shape, dtype)
     value = module.get_variable("params", name)
     assert value.shape == shape, (module.path, name, value.shape, shape)
@@ -38,11 +52,16 @@ def scale_of(name: str) -> str:
 
 
 def weight(
-    module: nn.Module, name: str, init: Callable[..., Array], shape: tuple[int, ...], dtype: Any
+    module: nn.Module,
+    name: str,
+    init: Callable[..., Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+    layout: Layout = WHOLE,
 ) -> Array | Scaled:
     """A parameter of shape [..., O, I] that is used in products alone, and so may be quantised."""
     initialising = not module.has_variable("params", name)
-    values = parameter(module, name, init, shape, dtype)
+    values = parameter(module, name, init, shape, dtype, layout)
     if initialising:
         module.put_variable(QUANTISABLE, name, ())
     if not module.has_variable("params", scale_of(name)):

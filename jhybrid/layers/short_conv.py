@@ -1,6 +1,7 @@
 """ShortConv: a gated convolution over the last few tokens, and no other memory (LFM2, arXiv:2511.23404)."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
 from jhybrid.layers.linear import INIT_STD, Linear
+from jhybrid.layers.mamba2 import CHANNELS
 from jhybrid.layers.parameter import parameter, uniform
+from jhybrid.mesh import Layout, Piece, over_shards, shards, split
 from jhybrid.weights.names import TensorName
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.spans import Spans
@@ -22,9 +25,14 @@ class ShortConvSpec:
     conv_kernel: int  # K
     bias: bool
 
+    @property
+    def shards(self) -> int:
+        """Among how many the channels are shared out."""
+        return shards("channels", self.hidden_size)
+
     def parts(self, conv_dtype: str) -> tuple[Part, ...]:
         """What one layer keeps per slot."""
-        return (Part("conv", "slot", (self.conv_kernel, self.hidden_size), conv_dtype),)
+        return (Part("conv", "slot", (self.conv_kernel, self.hidden_size), conv_dtype, shards=self.shards),)
 
 
 class ShortConv(nn.Module):
@@ -42,15 +50,22 @@ class ShortConv(nn.Module):
     def __call__(self, x: Array, cache: AnyCache, spans: Spans) -> tuple[Array, AnyCache]:
         """x [T, M] -> [T, M]."""
         spec, size = self.spec, self.spec.hidden_size
-        projected = Linear(3 * size, size, self.dtype, spec.bias, name="in_proj")(x)
-        B, C, x = jnp.split(projected, 3, axis=1)
+        layout = Layout(spec.shards)
+        thirds = Layout(spec.shards, pieces=(Piece(size),) * 3)
+        projected = Linear(3 * size, size, self.dtype, spec.bias, layout=thirds, name="in_proj")(x)
+        B, C, x = split(projected, (size,) * 3, spec.shards)
         init = uniform(spec.conv_kernel**-0.5)  # depthwise: the fan-in is the kernel alone
-        weight = parameter(self, "conv_weight", init, (size, spec.conv_kernel), self.dtype)
-        bias = parameter(self, "conv_bias", nn.initializers.zeros, (size,), self.dtype) if spec.bias else None
+        weight = parameter(self, "conv_weight", init, (size, spec.conv_kernel), self.dtype, layout)
+        bias = None
+        if spec.bias:
+            bias = parameter(self, "conv_bias", nn.initializers.zeros, (size,), self.dtype, layout)
         window, base = cache.open(self.layer_id, "conv")
-        y, window = causal_conv(B * x, weight, bias, window, spans, activation=None, base=base)
+        convolve = over_shards(partial(causal_conv, activation=None, base=base), spec.shards, *CHANNELS)
+        y, window = convolve(B * x, weight, bias, window, spans)
         cache = cache.put(self.layer_id, "conv", window)
-        return Linear(size, size, self.dtype, spec.bias, init_std=self.out_std, name="out_proj")(C * y), cache
+        across = Layout(spec.shards, axis=1)
+        out = Linear(size, size, self.dtype, spec.bias, init_std=self.out_std, layout=across, name="out_proj")
+        return out(C * y), cache
 
 
 def short_conv_names(hubs: tuple[str, ...], path: tuple[str, ...], spec: ShortConvSpec) -> list[TensorName]:

@@ -6,6 +6,7 @@ from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, linear
 from jhybrid.layers.parameter import parameter
+from jhybrid.mesh import Layout, on_all, shard_index, shards, summed_over_shards
 from jhybrid.weights.names import TensorName
 
 
@@ -19,16 +20,26 @@ class Vocabulary(nn.Module):
 
     def setup(self) -> None:
         shape, normal = (self.vocab_size, self.hidden_size), nn.initializers.normal(INIT_STD)
-        self.embedding = parameter(self, "embedding", normal, shape, self.dtype)
-        self.lm_head = self.embedding if self.tied else parameter(self, "lm_head", normal, shape, self.dtype)
+        self.shards = shards("vocabulary", self.vocab_size)
+        layout = Layout(self.shards)
+        self.embedding = parameter(self, "embedding", normal, shape, self.dtype, layout)
+        self.lm_head = self.embedding if self.tied else parameter(self, "lm_head", normal, shape, self.dtype, layout)
 
     def embed(self, token_ids: Array) -> Array:
         """token_ids [T] -> [T, M]."""
-        return self.embedding[token_ids]
+
+        def look_up(table: Array, token_ids: Array) -> Array:
+            if self.shards == 1:
+                return table[token_ids]
+            row = token_ids - shard_index(self.shards) * len(table)
+            mine = (row >= 0) & (row < len(table))
+            return jnp.where(mine[:, None], table[jnp.where(mine, row, 0)], 0)
+
+        return summed_over_shards(look_up, self.shards, (0, None))(self.embedding, token_ids)
 
     def logits(self, hidden: Array) -> Array:
         """hidden [n, M] -> [n, V] float32."""
-        return linear(hidden, self.lm_head, jnp.dtype(jnp.float32))
+        return on_all(linear(hidden, self.lm_head, jnp.dtype(jnp.float32)))
 
 
 def vocabulary_names(embedding: tuple[str, ...], path: tuple[str, ...], *, tied: bool) -> list[TensorName]:

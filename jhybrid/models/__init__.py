@@ -19,7 +19,7 @@ from jhybrid.models import (
     qwen3_next,
     zamba2,
 )
-from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params, quantisable_params
+from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params, layouts_of, quantisable_params
 from jhybrid.models.hf_config import load_json
 
 _ALL = (
@@ -127,6 +127,7 @@ __all__ = [
     "family_for",
     "family_of",
     "init_params",
+    "layouts_of",
     "quantisable_params",
     "read_config",
 ]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import NoCache, Part
-from jhybrid.layers.parameter import QUANTISABLE
+from jhybrid.layers.parameter import LAYOUTS, QUANTISABLE
+from jhybrid.mesh import Layout
 from jhybrid.weights.names import TensorName
 from jhybrid.weights.places import leaves
 from kernels_pallas.spans import dense_spans
@@ -66,6 +67,12 @@ def quantisable_params(module: nn.Module) -> frozenset[tuple[str, ...]]:
     """Paths of the parameters that may be held in 8 bits, as their layers declare. Nothing is allocated."""
     declared = jax.eval_shape(lambda: module.init(jax.random.key(0), *_example()).get(QUANTISABLE, {}))
     return frozenset(path for path, _ in leaves(declared))
+
+
+def layouts_of(module: nn.Module) -> dict[tuple[str, ...], Layout]:
+    """How each parameter, by its path, is shared out on the mesh in use. Nothing is allocated."""
+    declared = jax.eval_shape(lambda: module.init(jax.random.key(0), *_example())[LAYOUTS])
+    return dict(leaves(declared))
 
 
 def init_params(module: nn.Module, key: Array) -> dict[str, Any]:

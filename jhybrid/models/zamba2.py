@@ -117,11 +117,11 @@ class Adapters(nn.Module):
         if config.attention_adapters:
             self.q, self.k, self.v = (Adapter(width, config.adapter_rank, self.dtype) for _ in range(3))
 
-    def to_qkv(self, x: Array) -> Array | None:
-        """x [T, 2M] -> [T, 3 Hq Dh]."""
+    def to_qkv(self, x: Array) -> tuple[Array, ...] | None:
+        """x [T, 2M] -> three times [T, Hq Dh]."""
         if not self.config.attention_adapters:
             return None
-        return jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=1)
+        return self.q(x), self.k(x), self.v(x)
 
     def to_mlp(self, x: Array) -> Array:
         """x [T, M] -> [T, 2I]."""

@@ -10,6 +10,7 @@ from jax import Array
 import jhybrid
 from jhybrid.config import EngineConfig
 from jhybrid.executables import Executables
+from jhybrid.mesh import shape_of
 
 if TYPE_CHECKING:
     from jhybrid.weights.load import Model
@@ -27,13 +28,19 @@ def fingerprint(config: EngineConfig, model: "Model", executables: Executables) 
     told += (config.snapshot_dtype, config.chunk_size, config.attention_impl, config.ssm_impl)
     for fact in (*told, sorted(model.router.arrays.items())):
         digest.update(repr(fact).encode() + b"\n")
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model.params)
-    hashes = executables.get("fingerprint", hash_of_tree, (shapes,), result=shapes)(model.params)
+    hashes = hashing(model.params, executables)(model.params)
     for path, value in jax.tree_util.tree_leaves_with_path(jax.device_get(hashes)):
         digest.update(jax.tree_util.keystr(path).encode() + value.tobytes() + b"\n")
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}\n".encode())
     return digest.digest()
+
+
+def hashing(params: Any, executables: Executables) -> Any:
+    """`hash_of_tree`, compiled for parameters of these shapes."""
+    shapes = jax.tree.map(shape_of, params)
+    structure = jax.tree.map(lambda _: 0, shapes)
+    return executables.get("fingerprint", hash_of_tree, (shapes,), result=structure)
 
 
 def hash_of_tree(tree: Any) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import psutil
+from jax.sharding import Mesh
 
-from jhybrid.batch import make_buckets
-from jhybrid.cache.arrays import MemoryPlan
+from jhybrid.batch import Bucket, make_buckets
+from jhybrid.bundle import Bundle, identity
+from jhybrid.cache.arrays import MemoryPlan, tree_bytes
 from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Ledger
 from jhybrid.cache.prefix_tree import PrefixTree
@@ -27,14 +31,27 @@ from jhybrid.config import EngineConfig
 from jhybrid.dispatch import target_of
 from jhybrid.errors import ConfigError
 from jhybrid.executables import Executables
-from jhybrid.models import ModelConfig, abstract_params, family_for, init_params, quantisable_params, read_config
-from jhybrid.runner import Runner
+from jhybrid.layers.parameter import scale_of
+from jhybrid.mesh import AS_STORED, Layout, make_mesh, placed, using
+from jhybrid.models import (
+    ModelConfig,
+    abstract_params,
+    family_for,
+    init_params,
+    layouts_of,
+    quantisable_params,
+    read_config,
+)
+from jhybrid.programs import Programs
+from jhybrid.runner import Runner, device_bytes_free
 from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
 from jhybrid.weights.fingerprint import fingerprint
 from jhybrid.weights.orbax import is_orbax, load_orbax
+from jhybrid.weights.places import Place, leaves, nest
 from jhybrid.weights.quantised import Kind, Scheme, held_shapes, read_quantisation, rounded_params
 from jhybrid.weights.safetensors import load_safetensors
+from jhybrid.weights.sharding import along_rows
 
 log = logging.getLogger("jhybrid")
 
@@ -66,6 +83,7 @@ class Model:
     max_model_len: int
     dtype: str
     num_parameters: int = 0
+    mesh: Mesh | None = None  # None: one device
 
     def info(self) -> dict[str, Any]:
         """What `Engine.model_info` returns."""
@@ -139,10 +157,13 @@ def load_model(config: EngineConfig) -> Model:
     """Read the config, then stream the weights to their place. Raises ConfigError or WeightsError."""
     started = time.perf_counter()
     directory = find_model(config.model)
-    model_config, module, parts, dtype = read_model(config)
+    mesh = mesh_of(config)
+    with using(mesh):
+        model_config, module, parts, dtype = read_model(config)
+        layouts = layouts_of(module)
     max_model_len = choose_max_model_len(config, model_config)
     shapes = abstract_params(module)
-    params = load_params(config, model_config, module, shapes)
+    params = load_params(config, model_config, module, shared_out(shapes, layouts, mesh), layouts)
     tokenizer = load_tokenizer(directory)
     own = tokenizer.eos_token_ids[:1] if tokenizer else ()
     model = Model(
@@ -158,9 +179,32 @@ def load_model(config: EngineConfig) -> Model:
         max_model_len=max_model_len,
         dtype=dtype,
         num_parameters=sum(a.size for a in jax.tree.leaves(shapes)),
+        mesh=mesh,
     )
     log.info("loaded %s: %d parameters in %.2f s", config.model, model.num_parameters, time.perf_counter() - started)
     return model
+
+
+def mesh_of(config: EngineConfig) -> Mesh | None:
+    """The devices to run on; None: the first one. Raises ConfigError if there are too few."""
+    size, devices = config.tensor_parallel_size, jax.devices()
+    if size > len(devices):
+        kind = devices[0].device_kind
+        raise ConfigError("tensor_parallel_size", f"{size} is more than the {len(devices)} devices here ({kind})")
+    return make_mesh(devices[:size]) if size > 1 else None
+
+
+def shared_out(shapes: Any, layouts: Mapping[Place, Layout], mesh: Mesh | None) -> dict[str, Any]:
+    """Shapes of parameters, and of their scales, with where they lie on a mesh."""
+    flat = {}
+    for path, leaf in leaves(shapes):
+        if path in layouts:
+            flat[path] = placed(mesh, leaf, layouts[path].shared_axis)
+        else:
+            weight = next(p for p in layouts if (*p[:-1], scale_of(p[-1])) == path)
+            axis = layouts[weight].shared_axis
+            flat[path] = placed(mesh, leaf, None if axis == len(leaf.shape) - 1 else axis)
+    return nest(flat)
 
 
 def read_scheme(config: EngineConfig) -> tuple[Scheme | None, Kind | None]:
@@ -178,21 +222,40 @@ def read_scheme(config: EngineConfig) -> tuple[Scheme | None, Kind | None]:
     return scheme, None
 
 
-def load_params(config: EngineConfig, model_config: ModelConfig, module: nn.Module, shapes: Any) -> dict[str, Any]:
+def load_params(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    module: nn.Module,
+    shapes: Any,
+    layouts: Mapping[Place, Layout] = AS_STORED,
+) -> dict[str, Any]:
     """The parameters of a model, in the dtypes and shardings of `shapes`, quantised as the configuration says."""
     directory = find_model(config.model)
     scheme, quantise = read_scheme(config)
     quantisable = frozenset() if config.quantization == "none" else quantisable_params(module)
     if config.load_format == "dummy":
         params = init_params(module, jax.random.key(config.base_seed))
-        return params if quantise is None else rounded_params(params, quantisable, quantise)
+        params = params if quantise is None else rounded_params(params, quantisable, quantise)
+        return _arranged(params, shapes, layouts) if layouts else params
     if is_orbax(directory):
-        return load_orbax(directory, shapes, quantisable=quantisable, quantise=quantise)
+        return load_orbax(directory, shapes, quantisable=quantisable, quantise=quantise, layouts=layouts)
     names = family_for(model_config).weight_names(model_config)
-    of = {"scheme": scheme, "quantisable": quantisable, "quantise": quantise}
+    of = {"scheme": scheme, "quantisable": quantisable, "quantise": quantise, "layouts": layouts}
     if model_config.tie_word_embeddings:
         of["copies"] = {TIED_HEAD: next(name.names for name in names if name.path[-1] == "embedding")}
     return load_safetensors(directory, shapes, names, ignored=IGNORED, **of)
+
+
+def _arranged(params: Any, shapes: Any, layouts: Mapping[Place, Layout]) -> dict[str, Any]:
+    """Parameters that came about in one place, where and as the layouts say."""
+    where, flat = dict(leaves(shapes)), {}
+    for path, array in leaves(params):
+        weight = path if path in layouts else next(p for p in layouts if (*p[:-1], scale_of(p[-1])) == path)
+        sharding = where[weight].sharding
+        if path != weight:
+            sharding = sharding and along_rows(sharding)
+        flat[path] = jax.device_put(layouts[weight].arranged(np.asarray(array)), sharding)
+    return nest(flat)
 
 
 def held_params(config: EngineConfig, model_config: ModelConfig, module: nn.Module, shapes: Any) -> dict[str, Any]:
@@ -233,20 +296,64 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked
         router, dtype = model.router, config.snapshot_dtype
         packed = None if dtype == "auto" else bytes_per_snapshot(router, dtype)  # pyright: ignore[reportArgumentType]
         check_tiers(config, model, router.bytes_per_page, packed or router.bytes_per_slot)  # before what takes time
-    return Runner(
+    free = device_bytes_free(model.mesh) + tree_bytes(model.params)
+    if config.bundle is None:
+        executables = Executables(config.compilation_cache(), model.mesh)
+    else:
+        here = jax.devices()[0] if model.mesh is None else model.mesh.devices.flat[0]
+        told = identity(config, model.config, model.dtype, here, max_parked)
+        executables = Bundle(Path(config.bundle), model.mesh, told)
+    programs = make_programs(
+        config,
         model.module,
         model.params,
         model.router,
-        make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
         vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        device_kind=jax.devices()[0].device_kind,
+        available=int(free * config.memory_share(jax.default_backend())),
+        executables=executables,
+        startup=startup,
+        max_parked=max_parked,
+    )
+    programs.compile()
+    startup.phase = "allocating"
+    return Runner(programs, model.params)
+
+
+def make_programs(
+    config: EngineConfig,
+    module: nn.Module | None,
+    params: Any,
+    router: Router,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    device_kind: str,
+    available: int,
+    executables: Executables,
+    startup: Startup,
+    max_parked: int = 0,
+    buckets: list[Bucket] | None = None,
+) -> Programs:
+    """What an engine of this configuration runs on devices of this kind, each with so many bytes; not compiled yet.
+
+    `buckets` None: all that the configuration asks for.
+    """
+    return Programs(
+        module,
+        params,
+        router,
+        buckets or make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
+        vocab_size=vocab_size,
         max_num_seqs=config.max_num_seqs + max_parked,
         page_size=config.page_size,
-        pages_per_seq=-(-model.max_model_len // config.page_size),
+        pages_per_seq=-(-max_model_len // config.page_size),
         num_pages=config.num_pages,
         chunk_size=config.chunk_size,
-        target=target_of(config, jax.devices()[0].device_kind),
-        memory_fraction=config.memory_share(jax.default_backend()),
-        executables=Executables(config.compilation_cache()),
+        target=target_of(config, device_kind),
+        available=available,
+        executables=executables,
         startup=startup,
         prefix_caching=config.enable_prefix_caching,
         snapshot_slots=config.snapshot_slots,

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from jhybrid.errors import WeightsError
 from jhybrid.layers.parameter import scale_of
+from jhybrid.mesh import AS_STORED, WHOLE, Layout
 from jhybrid.weights.places import Place, dotted, leaves, nest
 from jhybrid.weights.quantised import VALUES, Kind, Numbers
 from jhybrid.weights.sharding import along_rows
@@ -51,10 +52,12 @@ def load_orbax(
     *,
     quantisable: Collection[Place] = (),
     quantise: Kind | None = None,
+    layouts: Mapping[Place, Layout] = AS_STORED,
 ) -> dict[str, Any]:
     """The parameters of a native checkpoint, in the structure, shapes and dtypes of `abstract_params`.
 
-    `abstract_params` is a nested dict of `jax.ShapeDtypeStruct`; a leaf's sharding, if it has one, is where it goes.
+    `abstract_params` is a nested dict of `jax.ShapeDtypeStruct`; a leaf's sharding, if it has one, is where it goes,
+    in the order of `layouts`.
     A parameter of `quantisable` that was saved in 8 bits stays so, with its scales beside it; others are expanded.
     `quantise` rounds those of `quantisable` that are plain. Read layer by layer.
 
@@ -72,7 +75,7 @@ def load_orbax(
             stored = dict(leaves(listing.tree))
             scales = _check(path, wanted, stored)
             for part in dict.fromkeys(place[0] for place in wanted):
-                reading = _Reading({p: wanted[p] for p in wanted if p[0] == part}, stored, scales)
+                reading = _Reading({p: wanted[p] for p in wanted if p[0] == part}, stored, scales, layouts)
                 reading.decide(quantisable, quantise)
                 params |= reading.done(_restore(checkpointer, path, reading.arguments()))
         except (OSError, ValueError) as error:
@@ -84,8 +87,15 @@ def load_orbax(
 class _Reading:
     """A few parameters on their way from disk: which are read straight to their devices, and which pass the host."""
 
-    def __init__(self, wanted: Mapping[Place, Any], stored: Mapping[Place, Any], scales: Mapping[Place, Place]):
+    def __init__(
+        self,
+        wanted: Mapping[Place, Any],
+        stored: Mapping[Place, Any],
+        scales: Mapping[Place, Place],
+        layouts: Mapping[Place, Layout],
+    ):
         self._wanted, self._stored, self._scales = wanted, stored, scales
+        self._layouts = {place: layouts.get(place, WHOLE) for place in wanted}
         self._rounded: dict[Place, np.dtype] = {}
         self._expanded: set[Place] = set()
 
@@ -103,23 +113,31 @@ class _Reading:
         for place, leaf in self._wanted.items():
             quantised = place in self._scales
             dtype = self._stored[place].dtype if quantised else leaf.dtype
-            at_host = place in self._rounded or place in self._expanded
+            at_host = self._passes_host(place)
             found[place] = _to_host() if at_host else _to_device(dtype, leaf.sharding)
             if quantised:
                 sharding = leaf.sharding and along_rows(leaf.sharding)
                 found[self._scales[place]] = _to_host() if at_host else _to_device(np.float32, sharding)
         return found
 
+    def _passes_host(self, place: Place) -> bool:
+        return place in self._rounded or place in self._expanded or self._layouts[place].order is not None
+
     def done(self, arrays: dict[Place, Any]) -> dict[Place, Any]:
         """The parameters, with what came to the host on its device."""
-        for place in self._expanded:
-            leaf, scale = self._wanted[place], arrays.pop(self._scales[place])
-            arrays[place] = jax.device_put(Numbers(arrays[place], scale).whole(leaf.dtype), leaf.sharding)
-        for place, dtype in self._rounded.items():
-            sharding = self._wanted[place].sharding
-            values, scale = Numbers(arrays[place]).rounded(dtype)
-            arrays[place] = jax.device_put(values, sharding)
-            arrays[_scale_place(place)] = jax.device_put(scale, sharding and along_rows(sharding))
+        for place in filter(self._passes_host, self._wanted):
+            leaf, arranged = self._wanted[place], self._layouts[place].arranged
+            values, scale = arrays[place], arrays.pop(self._scales[place]) if place in self._scales else None
+            if place in self._expanded:
+                values, scale = Numbers(values, scale).whole(leaf.dtype), None
+            elif place in self._rounded:
+                values, scale = Numbers(values).rounded(self._rounded[place])
+            elif scale is None:
+                values = values.astype(leaf.dtype)
+            arrays[place] = jax.device_put(arranged(values), leaf.sharding)
+            if scale is not None:
+                sharding = leaf.sharding and along_rows(leaf.sharding)
+                arrays[_scale_place(place)] = jax.device_put(arranged(scale), sharding)
         return arrays
 
 

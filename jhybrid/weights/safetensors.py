@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from jhybrid.errors import WeightsError
 from jhybrid.layers.parameter import scale_of
+from jhybrid.mesh import AS_STORED, WHOLE, Layout
 from jhybrid.weights.names import TensorName
 from jhybrid.weights.places import (
     Coverage,
@@ -120,13 +121,15 @@ def load_safetensors(
     quantisable: Collection[Place] = (),
     quantise: Kind | None = None,
     copies: Mapping[str, Sequence[str]] | None = None,
+    layouts: Mapping[Place, Layout] = AS_STORED,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Read the checkpoint in `directory` into the tree of `abstract_params`.
 
     `abstract_params` is a nested dict of `jax.ShapeDtypeStruct`; each leaf's dtype is converted to, and its
-    sharding, if it has one, is where it goes. `names` must fill every element exactly once. `ignored` are regular
-    expressions; a tensor that no name wants and one of them matches in full is left alone. `progress` draws a bar.
+    sharding, if it has one, is where it goes, in the order of `layouts`. `names` must fill every element exactly once.
+    `ignored` are regular expressions; a tensor that no name wants and one of them matches in full is left alone.
+    `progress` draws a bar.
     `scheme` says how tensors of 8 bits are scaled. A parameter of `quantisable` whose tensors all are stays as it is,
     with its scales beside it; others are expanded. `quantise` rounds those of `quantisable` that are plain.
     `copies` are tensors that must equal another, given by its spellings, where they are stored: tied heads.
@@ -147,7 +150,7 @@ def load_safetensors(
     targets = dict(leaves(abstract_params))
     chosen = _match(directory, targets, names, stored, ignored, scheme)
     forms = _forms(targets, chosen, stored, scheme, quantisable, quantise)
-    return nest(_stream(files, stored, Filling(targets, chosen, forms), chosen, scheme, progress))
+    return nest(_stream(files, stored, Filling(targets, chosen, forms, layouts), chosen, scheme, progress))
 
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
@@ -394,8 +397,9 @@ class Filling:
         targets: Mapping[Place, Any],
         chosen: Mapping[str, Sequence[TensorName]],
         forms: Mapping[Place, Form],
+        layouts: Mapping[Place, Layout],
     ):
-        self._targets, self._forms = targets, forms
+        self._targets, self._forms, self._layouts = targets, forms, layouts
         self._left = Counter(name.path for places in chosen.values() for name in places)
         self._buffers: dict[Place, list[np.ndarray]] = {}
         self.params: dict[Place, Any] = dict.fromkeys(targets)
@@ -424,7 +428,8 @@ class Filling:
             paths = path, (*path[:-1], scale_of(path[-1]))
             for at, buffer, where in zip(paths, self._buffers.pop(path), shardings, strict=False):
                 # waited for, else buffers in flight pile up on the host
-                self.params[at] = jax.device_put(buffer, where).block_until_ready()
+                held = self._layouts.get(path, WHOLE).arranged(buffer)
+                self.params[at] = jax.device_put(held, where).block_until_ready()
 
     def _held(self, path: Place) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Shapes and dtypes of a parameter's buffers."""

@@ -5,9 +5,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jhybrid.cache.arrays import abstract_cache
 from jhybrid.cache.router import Cache, NoCache, Router
-from jhybrid.models import abstract_params, family_for, read_config
+from jhybrid.mesh import using
+from jhybrid.models import abstract_params, family_for, layouts_of, read_config
+from jhybrid.weights.load import shared_out
 from jhybrid.weights.safetensors import load_safetensors
 from kernels_pallas.spans import Kind, Spans, dense_spans, make_spans
 
@@ -24,26 +28,27 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the tim
 class Stepper:
     """One model and its cache. `feed` runs a step; sequences are named by small integers and keep their lengths."""
 
-    def __init__(self, directory: Path):
-        self.config = read_config(directory)
+    def __init__(self, directory: Path, mesh: Mesh | None = None):
+        self.config, self.mesh = read_config(directory), mesh
         family = family_for(self.config)
         self.module = family.module(self.config, jnp.dtype("float32"))
         ignored = [r"lm_head\.weight"] if self.config.tie_word_embeddings else []
         names = family.weight_names(self.config)
-        self.params = load_safetensors(directory, abstract_params(self.module), names, ignored=ignored)
-        parts = self.config.layer_parts(page_size=PAGE, kv_dtype="float32", state_dtype="float32", conv_dtype="float32")
-        self.router = Router(parts)
+        dtypes = {"kv_dtype": "float32", "state_dtype": "float32", "conv_dtype": "float32"}
+        with using(mesh):
+            self.router = Router(self.config.layer_parts(page_size=PAGE, **dtypes))
+            layouts = layouts_of(self.module)
+        shapes = shared_out(abstract_params(self.module), layouts, mesh)
+        self.params = load_safetensors(directory, shapes, names, ignored=ignored, layouts=layouts)
         self._run = jax.jit(self._step, compiler_options=QUICK)
         self._poison = jax.jit(self._poisoned)
         self.reset()
 
     def reset(self) -> None:
         """Forget all sequences; the whole cache becomes NaN."""
-        rows = {"slot": SLOTS + 1, "page": PAGES + 1}
-        arrays = {
-            name: jnp.full((layers * rows[part.unit], *part.shape), jnp.nan, part.dtype)
-            for name, (part, layers) in self.router.arrays.items()
-        }
+        shapes = abstract_cache(self.router, slots=SLOTS, pages=PAGES, mesh=self.mesh)
+        nan = {name: np.full(shape.shape, np.nan, shape.dtype) for name, shape in shapes.arrays.items()}
+        arrays = {name: jax.device_put(array, shapes.arrays[name].sharding) for name, array in nan.items()}
         self.cache = Cache(self.router, arrays)
         self.lengths: dict[int, int] = {}
 
@@ -55,7 +60,8 @@ class Stepper:
         flat = [token for ids in tokens.values() for token in ids]
         padded = np.zeros(TOKENS if kind == "ragged" else SEQS, np.int32)
         padded[: len(flat)] = flat
-        logits, cache = self._run(self.params if params is None else params, self.cache, padded, spans)
+        with using(self.mesh):
+            logits, cache = self._run(self.params if params is None else params, self.cache, padded, spans)
         self.cache = self._poison(cache, self._owned("slot"), self._owned("page"))
         ends = np.cumsum([len(ids) for ids in tokens.values()])
         rows = np.split(np.asarray(logits)[: len(flat)], ends[:-1])

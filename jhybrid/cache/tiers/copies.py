@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jhybrid.cache.router import Cache
 from jhybrid.cache.snapshots import Store
 from jhybrid.cache.tiers.form import Arrays, Blob, Form
 from jhybrid.executables import Executables
+from jhybrid.mesh import along, placed
 
 MOST_PAGES = 64
 """Pages of one gather or scatter, at most: a step's worth of a prompt, so that saving keeps up with computing."""
@@ -94,6 +95,7 @@ class Copies:
         router = cache.router
         self._slots = {name for name, (part, _) in router.arrays.items() if part.unit == "slot"}
         self._layers = {name: layers for name, (_, layers) in router.arrays.items()}
+        self._shared = {name: part.axis for name, (part, _) in router.arrays.items()}
         self._layers |= {f"{name}.scales": layers for name, layers in self._layers.items()}
         self._is_packed = bool(store)
         self._first_snapshot, self._scratch_page = (0 if store else first_snapshot), scratch_page
@@ -101,10 +103,9 @@ class Copies:
         shapes_of_pages, shapes_of_states = self._pages_of(cache), self._states_of(cache, store)
         self.page_form = Form.of(shapes_of_pages, self._layers)
         self.state_form = Form.of(shapes_of_states, self._layers)
-        device = jax.devices()[0]
-        self._device = SingleDeviceSharding(device)
-        pinned = device.platform != "cpu" if pinned is None else pinned
-        self._host = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+        self._mesh = executables.mesh
+        self._first_device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
+        self._pinned = self._first_device.platform != "cpu" if pinned is None else pinned
         compiled = partial(self._compile, executables)
         self._read_pages, self._write_pages = compiled("pages", shapes_of_pages, pages)
         self._read_state, self._write_state = compiled("state", shapes_of_states, 1)
@@ -129,7 +130,11 @@ class Copies:
             return None, None
         layers = {name: self._layers[name] for name in arrays}
         rows = jax.ShapeDtypeStruct((count,), jnp.int32)
-        values = {n: jax.ShapeDtypeStruct((count, layers[n], *a.shape[1:]), a.dtype) for n, a in arrays.items()}
+        values = {}
+        for name, array in arrays.items():
+            shape = jax.ShapeDtypeStruct((count, layers[name], *array.shape[1:]), array.dtype)
+            axis = self._shared.get(name)
+            values[name] = placed(self._mesh, shape, None if axis is None else axis + 1)
         facts = (sorted(layers.items()),)
         read = executables.get(f"gather {kind}", partial(gather, layers), (arrays, rows), result=values, facts=facts)
         write = executables.get(
@@ -157,8 +162,8 @@ class Copies:
                 self._states_of(cache, store), np.array([self._first_snapshot + snapshot], np.int32)
             )
         arrays = [*kv.values(), *state.values()]
-        if self._host is not None:
-            kv, state = jax.device_put((kv, state), self._host)
+        if self._pinned:
+            kv, state = (self._to(tree, "pinned_host") for tree in (kv, state))
 
         def take() -> tuple[list[Blob], Blob | None]:
             host_pages = self.page_form.split({n: np.asarray(a) for n, a in kv.items()}, len(pages)) if pages else []
@@ -190,7 +195,18 @@ class Copies:
     def _put(self, arrays: dict[str, np.ndarray], until: float) -> Arrays:
         if time.monotonic() > until:
             raise TimeoutError("the time to bring a prefix to the device is over")
-        return jax.device_put(arrays if self._host is None else jax.device_put(arrays, self._host), self._device)
+        return self._to(self._to(arrays, "pinned_host") if self._pinned else arrays, None)
+
+    def _to(self, arrays: Any, memory: str | None) -> Arrays:
+        """Rows, on their way, in a kind of memory; None: the device's own."""
+
+        def where(name: str) -> Any:
+            if self._mesh is None:
+                return SingleDeviceSharding(self._first_device, memory_kind=memory)
+            axis = self._shared.get(name)
+            return NamedSharding(self._mesh, along(None if axis is None else axis + 1), memory_kind=memory)
+
+        return {name: jax.device_put(array, where(name)) for name, array in arrays.items()}
 
     def into(
         self, cache: Cache, store: Store, staged: Staged, skip: int, pages: Sequence[int], snapshot: int | None
