@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -15,15 +14,14 @@ import tyro
 import tyro.extras
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from jhybrid.config import EngineConfig, api_keys, environment
-from jhybrid.errors import JhybridError, RequestError
-from jhybrid.fleet import RayOptions
+from jhybrid.errors import JhybridError
+from jhybrid.evaluate.commands import BatchCommand, EvalCommand, PerplexityCommand, ScoreCommand
 from jhybrid.logs import LogFormat, log_to_stderr
 from jhybrid.profile.config import ProfileConfig
+from jhybrid.progress import progress
 from jhybrid.request import Request, SamplingParams
 from jhybrid.train.recipe import TrainConfig
 
@@ -104,159 +102,6 @@ class Generate:
                     print(completion.text)
             if any(completion.error for output in outputs for completion in output.completions):
                 raise JhybridError("not every prompt was answered")
-
-
-@dataclass(frozen=True)
-class Score:
-    """Log-probability of each token of a text."""
-
-    text: Annotated[tuple[str, ...], arg(aliases=["-p"])]
-    """Texts; `-` reads one from standard input."""
-    engine: Config = field(default_factory=EngineConfig)
-    json: bool = False
-    """One JSON object per text."""
-
-    def run(self) -> None:
-        from jhybrid.engine import Engine
-
-        texts = [sys.stdin.read() if text == "-" else text for text in self.text]
-        with Engine(self.engine) as engine:
-            if engine.tokenizer is None:
-                raise RequestError("text", "this model has no tokenizer; score token ids through the Python API")
-            ids = [engine.tokenizer.encode(text) for text in texts]
-            for text, tokens, scores in zip(texts, ids, engine.score(ids), strict=True):
-                total = sum(score for score in scores if score is not None)
-                pieces = [engine.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-                if self.json:
-                    print(json.dumps({"text": text, "token_ids": tokens, "logprobs": scores, "total": total}))
-                    continue
-                table = Table(
-                    "token", "id", "log-probability", title=f"total {total:.4f} over {len(tokens) - 1} tokens"
-                )
-                for piece, token, score in zip(pieces, tokens, scores, strict=True):
-                    table.add_row(repr(piece), str(token), "" if score is None else f"{score:.4f}")
-                Console().print(table)
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """Perplexity and bits per byte of a text file, or of the texts of a .jsonl file."""
-
-    file: Positional[Path]
-    """A text in UTF-8, or a .jsonl file with a text in each line, each scored by itself."""
-    engine: Config = field(default_factory=EngineConfig)
-    text_key: str = "text"
-    """Where the lines of a .jsonl file have their text."""
-    max_length: int | None = None
-    """Tokens that one pass reads. None: one less than max_model_len."""
-    prefix_token_id: int | None = None
-    """The token before the first one of each text. None: BOS, or EOS for a model without."""
-    journal: Path | None = None
-    """Where a killed run goes on from. None: a file in the compilation cache's folder, named after the run."""
-    json: bool = False
-    """One JSON object."""
-
-    def run(self) -> None:
-        from jhybrid.engine import Engine
-        from jhybrid.evaluate.documents import read_documents
-        from jhybrid.evaluate.journal import Journal
-        from jhybrid.evaluate.perplexity import PerplexityRun, default_journal, measure
-
-        documents = read_documents(self.file, self.text_key)
-        with Engine(self.engine) as engine:
-            run = PerplexityRun(engine, documents, max_length=self.max_length, prefix_token_id=self.prefix_token_id)
-            path = self.journal or default_journal(engine, run.identity())
-            journal = None if path is None else Journal(path, run.identity())
-            with _progress("windows", len(run.windows)) as done:
-                figures = measure(run, journal, done)
-            if journal is not None:
-                journal.remove()
-        if self.json:
-            print(json.dumps({"file": str(self.file)} | figures))
-            return
-        table = Table("figure", "value", title=str(self.file))
-        for name, value in figures.items():
-            table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-        Console().print(table)
-
-
-@dataclass(frozen=True)
-class Eval:
-    """Run tasks of lm-evaluation-harness; its results are printed in its own format."""
-
-    tasks: tuple[str, ...]
-    """Names of tasks or groups."""
-    engine: Config = field(default_factory=lambda: EngineConfig(enable_prefix_caching=True))
-    cluster: OmitArgPrefixes[RayOptions] = field(default_factory=RayOptions)
-    include_path: Path | None = None
-    """A folder with tasks of your own."""
-    num_fewshot: int | None = None
-    """Examples before each question. None: as the task says."""
-    limit: float | None = None
-    """Questions per task; below 1, a share of them. None: all."""
-    apply_chat_template: bool = False
-    """Ask in the form of a chat."""
-    system_instruction: str | None = None
-    """Text before everything else."""
-    max_length: int | None = None
-    """Tokens that one pass reads. None: one less than max_model_len."""
-    max_gen_toks: int = 256
-    """Most tokens of an answer where the task does not say."""
-    log_samples: bool = False
-    """Keep every question and answer in the results."""
-    output: Path | None = None
-    """File for the results."""
-    json: bool = False
-    """The results on standard output instead of a table."""
-
-    def run(self) -> None:
-        from jhybrid.evaluate.tasks import Evaluation, as_json, as_table
-
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Evaluation)}
-        results = Evaluation(**own).run(self.engine, self.cluster)
-        if self.output is not None:
-            self.output.write_text(as_json(results) + "\n", encoding="utf-8")
-        print(as_json(results) if self.json else as_table(results))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Answer a file of requests in OpenAI's batch format; a killed run goes on where it was."""
-
-    input: Positional[Path]
-    """Lines with custom_id, method, url (/v1/completions or /v1/chat/completions) and body."""
-    output: Positional[Path]
-    """File for the answers, in the same order; those that are there already are kept."""
-    engine: Config = field(default_factory=EngineConfig)
-    cluster: OmitArgPrefixes[RayOptions] = field(default_factory=RayOptions)
-    served_model_name: str | None = None
-    """Name that the bodies use; the model argument unless given."""
-    json: bool = False
-    """How it went, as a JSON object."""
-
-    def run(self) -> None:
-        from jhybrid_server.batch_file import run_batch
-
-        with contextlib.ExitStack() as stack:
-            summary = run_batch(
-                self.engine,
-                self.input,
-                self.output,
-                self.served_model_name,
-                lambda total: stack.enter_context(_progress("lines", total)),
-                cluster=self.cluster,
-            )
-        facts = dataclasses.asdict(summary)
-        print(json.dumps(facts) if self.json else ", ".join(f"{count} {name}" for name, count in facts.items()))
-
-
-@contextlib.contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, and the function that moves it on."""
-    columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.update(task, advance=count)
 
 
 @dataclass(frozen=True)
@@ -424,8 +269,8 @@ class Profile:
         plot = self.plot or (self.output / "steps.svg" if has_matplotlib() else None)
         with contextlib.ExitStack() as stack:
             engine = stack.enter_context(Engine(self.engine, max_parked=self.profile.chains))
-            progress = lambda total: stack.enter_context(_progress("points", total))  # noqa: E731
-            found = run_profile(engine, self.profile, self.output, progress)
+            bar = lambda total: stack.enter_context(progress("points", total))  # noqa: E731
+            found = run_profile(engine, self.profile, self.output, bar)
         if plot is not None:
             plot_profile(found, plot)
         if self.json:
@@ -600,10 +445,10 @@ COMMANDS = {
     "serve": Serve,
     "client": ClientCommand,
     "generate": Generate,
-    "score": Score,
-    "perplexity": Perplexity,
-    "eval": Eval,
-    "batch": Batch,
+    "score": ScoreCommand,
+    "perplexity": PerplexityCommand,
+    "eval": EvalCommand,
+    "batch": BatchCommand,
     "inspect": Inspect,
     "compile": Compile,
     "convert": Convert,

@@ -49,12 +49,12 @@ def test_score_and_inspect(run):
     code, line, _ = run("score", "--model", "demo", *SMALL, "--text", "To be, or not to be", "--json")
     scored = json.loads(line)
     assert code == 0
-    assert len(scored["logprobs"]) == len(scored["token_ids"])
-    assert scored["logprobs"][0] is None
-    assert scored["total"] == pytest.approx(sum(scored["logprobs"][1:]))
+    assert len(scored["logprobs"]) == len(scored["token_ids"]) == scored["tokens"]
+    assert scored["prefix_token_id"] == 0
+    assert scored["loglikelihood"] == pytest.approx(sum(scored["logprobs"]))
     code, table, _ = run("score", "--model", "demo", *SMALL, "--text", "To be, or not to be")
     assert code == 0
-    assert f"{scored['total']:.4f}" in table
+    assert f"{scored['loglikelihood']:.4f}" in table
 
     code, line, _ = run("inspect", "--model", str(GOLDEN / "nemotron_h_moe"), *SMALL, "--json")
     facts = json.loads(line)

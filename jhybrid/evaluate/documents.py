@@ -13,6 +13,8 @@ class Document:
     """One text, scored by itself."""
 
     text: str
+    line: int = 1
+    """Where it begins in its file, from 1."""
 
     @property
     def num_words(self) -> int:
@@ -31,15 +33,15 @@ def read_documents(path: Path, text_key: str = "text") -> list[Document]:
     Raises RequestError naming the file, and the line if it is at fault. Empty texts are left out.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_bytes().decode("utf-8-sig")  # line breaks stay what they are, and are scored
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError("file", f"{path} cannot be read as UTF-8 text: {error}") from error
     if path.suffix != ".jsonl":
-        texts = [content]
+        documents = [Document(content)]
     else:
-        lines = content.split("\n")
-        texts = [_text_of(path, n, line, text_key) for n, line in enumerate(lines, start=1) if line.strip()]
-    documents = [Document(text) for text in texts if text]
+        lines = enumerate(content.split("\n"), start=1)
+        documents = [Document(_text_of(path, n, line, text_key), n) for n, line in lines if line.strip()]
+    documents = [document for document in documents if document.text]
     if not documents:
         raise RequestError("file", f"{path} has no text")
     return documents

@@ -12,8 +12,8 @@ from jhybrid.chat_template import ChatTemplate
 from jhybrid.engine import fold_seed
 from jhybrid.errors import ConfigError, RequestError
 from jhybrid.evaluate.engines import Done, Engines, nobody
-from jhybrid.evaluate.perplexity import prefix_token
 from jhybrid.evaluate.scorer import Likelihood, window_length
+from jhybrid.evaluate.text_run import prefix_token
 from jhybrid.evaluate.windows import continuation_window, rolling_windows
 from jhybrid.request import Request, SamplingParams
 

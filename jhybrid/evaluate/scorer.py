@@ -1,7 +1,7 @@
 """Scorer: log-likelihoods of windows, in an order in which what they share is computed once.
 
-Perplexity and the harness's model call it. It asks the engine for the log-probabilities of the scored tokens alone,
-so no array over the vocabulary leaves the device.
+Runs over texts and the harness's model call it. It asks the engine for the log-probabilities of the scored tokens
+alone, so no array over the vocabulary leaves the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,14 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Log-probability (nats) of a window's scored tokens, and whether each is the likeliest at its place."""
+    """Log-probabilities (nats) of a window's scored tokens, and whether each is the likeliest at its place."""
 
-    total: float
+    logprobs: tuple[float, ...]
     is_greedy: bool
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,9 @@ def _request(window: Window, marks: list[int]) -> Request:
 def _read(window: Window, output: Output) -> Likelihood:
     if output.prompt_logprobs is None:
         raise StepError(output.error or "no log-probabilities came back")
-    total, is_greedy = 0.0, True
+    logprobs, is_greedy = [], True
     for token, entry in zip(window.tokens[window.start :], output.prompt_logprobs[window.start :], strict=True):
         assert entry is not None, window.start
-        total += dict(entry)[token]
+        logprobs.append(dict(entry)[token])
         is_greedy &= entry[0][0] == token
-    return Likelihood(total, is_greedy)
+    return Likelihood(tuple(logprobs), is_greedy)

@@ -7,20 +7,21 @@ What is sampled depends on the line and `base_seed` alone, not on what runs besi
 
 import asyncio
 import contextlib
+import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from starlette.types import ASGIApp, Message
 
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine, fold_seed
 from jhybrid.errors import ConfigError, RequestError
+from jhybrid.evaluate.line_file import LineFile
 from jhybrid.fleet import Fleet, RayOptions
 from jhybrid.request import MAX_N
 from jhybrid.weights.load import find_model
@@ -34,6 +35,8 @@ from jhybrid_server.statuses import status_of
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 AHEAD = 16
 """Lines under way and answered but not yet written, for each line that runs at a time."""
+NAMED = 5
+"""Failed lines that a summary tells of; the file of answers has all."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,20 @@ class Line:
     """One line of the file: what is asked, or what is wrong with it."""
 
     number: int  # from 1
+    id: str  # tells it from others, and from what it was before somebody changed it
     custom_id: str | None
     url: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     fault: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A line whose answer is an error."""
+
+    line: int
+    custom_id: str | None
+    message: str
 
 
 @dataclass(frozen=True)
@@ -54,24 +67,32 @@ class Summary:
     lines: int
     resumed: int
     failed: int
+    failures: tuple[Failure, ...] = ()
+    """The first of them."""
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a batch file, empty ones left out. Raises ConfigError if it cannot be read."""
+def read_lines(path: Path, base_seed: int) -> list[Line]:
+    """The lines of a batch file, empty ones left out. Raises ConfigError if it cannot be read, or has none.
+
+    `base_seed` has a part in what is sampled, so it has one in the lines' ids.
+    """
     try:
-        texts = path.read_text(encoding="utf-8").split("\n")
+        texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("input", f"{path} cannot be read as UTF-8 text: {error}") from error
     lines: list[Line] = []
     taken: set[str] = set()
     for number, text in enumerate(texts, start=1):
         if text.strip():
-            lines.append(_parse(number, text, taken))
+            digest = hashlib.sha256(f"{base_seed} {text.strip()}".encode()).hexdigest()[:16]
+            lines.append(_parse(number, f"batch_req_{number}_{digest}", text, taken))
             taken.add(lines[-1].custom_id or "")
+    if not lines:
+        raise ConfigError("input", f"{path} has no lines")
     return lines
 
 
-def _parse(number: int, text: str, taken: set[str]) -> Line:
+def _parse(number: int, own_id: str, text: str, taken: set[str]) -> Line:
     custom_id = None
     try:
         record = json.loads(text)
@@ -81,11 +102,11 @@ def _parse(number: int, text: str, taken: set[str]) -> Line:
         if not isinstance(name, str) or not name:
             raise RequestError("custom_id", f"must be a non-empty string, got {name!r}")
         custom_id = name
-        return Line(number, custom_id, *_asked(record, custom_id, taken))
+        return Line(number, own_id, custom_id, *_asked(record, custom_id, taken))
     except json.JSONDecodeError as error:
-        return Line(number, None, fault=RequestError("line", f"is no JSON: {error}"))
+        return Line(number, own_id, None, fault=RequestError("line", f"is no JSON: {error}"))
     except RequestError as error:
-        return Line(number, custom_id, fault=error)
+        return Line(number, own_id, custom_id, fault=error)
 
 
 def _asked(record: dict[str, Any], custom_id: str, taken: set[str]) -> tuple[str, dict[str, Any]]:
@@ -111,39 +132,58 @@ class Answers:
 
     def __init__(self, path: Path, lines: Sequence[Line], model: str):
         """Raises ConfigError if the file has answers to other lines, or by another model than the one of this name."""
-        kept = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        self.failed = 0
-        for number, text in enumerate(kept):
-            asked = lines[number].custom_id if number < len(lines) else None
-            try:
-                record = json.loads(text)
-                found, failed = record["custom_id"], record["error"] is not None
-                by = model if failed else record["response"]["body"]["model"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise ConfigError("output", f"{path}, line {number + 1} is no answer; name another file") from error
-            if found != asked or number >= len(lines):
-                raise ConfigError(
-                    "output", f"{path} answers other lines: line {number + 1} is of {found!r}; name another file"
-                )
-            if by != model:
-                raise ConfigError(
-                    "output", f"{path}, line {number + 1} was answered by {by!r}, not {model!r}; name another file"
-                )
-            self.failed += failed
-        self.done = len(kept)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("ab")
-        self._file.truncate(sum(len(text) + 1 for text in kept))
+        self._lines = lines
+        self.done = self.failed = 0
+        self.failures: list[Failure] = []
+        self._file = LineFile(path, "output")
+        try:
+            for number, text in enumerate(self._file.complete()):
+                self._take(_kept(path, number, text, lines, model))
+            begins = b"" if self.done == len(lines) else f'{{"id": "{lines[self.done].id}"'.encode()
+            if self._file.torn[: len(begins)] != begins[: len(self._file.torn)]:
+                raise ConfigError("output", f"{path}, line {self.done + 1} is no answer; name another file")
+            self._file.cut()
+        except BaseException:
+            self._file.close()
+            raise
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a line; it survives whatever happens next."""
-        self._file.write(json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.failed += record["error"] is not None
+        self._file.append(record)
+        self._take(record)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if record["error"] is not None:
+            self.failed += 1
+            if len(self.failures) < NAMED:
+                line = self._lines[self.done]
+                self.failures.append(Failure(line.number, line.custom_id, record["error"]["message"]))
+        self.done += 1
 
     def close(self) -> None:
         self._file.close()
+
+
+def _kept(path: Path, number: int, text: bytes, lines: Sequence[Line], model: str) -> dict[str, Any]:
+    """An answer of before. Raises ConfigError unless it goes with the line in its place."""
+    where = f"{path}, line {number + 1}"
+    try:
+        record = json.loads(text)
+        name, found, error = record["id"], record["custom_id"], record["error"]
+        by = record["response"]["body"]["model"] if error is None else error["message"] and model
+    except (ValueError, TypeError, KeyError) as fault:
+        raise ConfigError("output", f"{where} is no answer; name another file") from fault
+    if number >= len(lines) or found != lines[number].custom_id:
+        raise ConfigError("output", f"{where} is of {found!r}, which is another line; name another file")
+    if by != model:
+        raise ConfigError("output", f"{where} was answered by {by!r}, not {model!r}; name another file")
+    if name != lines[number].id:
+        raise ConfigError(
+            "output",
+            f"{where} answers {found!r}, but line {lines[number].number} of the input is not what it was then, or "
+            "base_seed is another; name another file, or take out this answer and all after it",
+        )
+    return record
 
 
 class Clerk:
@@ -193,7 +233,7 @@ def record_of(line: Line, status: int, body: dict[str, Any]) -> dict[str, Any]:
     error = body.get("error") if status >= 400 else None
     name = body.get("id", f"line-{line.number}")
     return {
-        "id": f"batch_req_{line.number}",
+        "id": line.id,
         "custom_id": line.custom_id,
         "response": {"status_code": status, "request_id": name, "body": body},
         "error": None if error is None else {"code": error["code"] or error["type"], "message": error["message"]},
@@ -250,7 +290,7 @@ def run_batch(
     Raises ConfigError for files that cannot be used, and what keeps the engine from starting. `make_engine` stands in
     for the engine in tests.
     """
-    lines = read_lines(source)
+    lines = read_lines(source, config.base_seed)
     name = served_model_name or config.model
     answers = Answers(target, lines, name)
     resumed = answers.done
@@ -267,7 +307,7 @@ def run_batch(
                     done(1)
     finally:
         answers.close()
-    return Summary(len(lines), resumed, answers.failed)
+    return Summary(len(lines), resumed, answers.failed, tuple(answers.failures))
 
 
 def _spread(

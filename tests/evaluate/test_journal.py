@@ -41,3 +41,17 @@ def test_another_run_s_journal_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="is no journal"):
         Journal(path, {"model": "a"})
     assert path.read_text() == "To be, or not to be\n"
+    for content in ("To be, or not to be", '{"model": "b'):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="is no journal"):
+            Journal(path, {"model": "a"})
+        assert path.read_text() == content
+
+
+def test_one_run_at_a_time(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with Journal(path, {"model": "a"}), pytest.raises(ConfigError, match="journal: another run is writing"):
+        Journal(path, {"model": "a"})
+    Journal(path, {"model": "a"}).close()
+    with pytest.raises(ConfigError, match=r"journal: .* cannot be written: Is a directory"):
+        Journal(tmp_path, {"model": "a"})

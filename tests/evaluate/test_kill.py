@@ -9,7 +9,8 @@ from pathlib import Path
 
 from jhybrid.evaluate.documents import Document
 from jhybrid.evaluate.journal import Journal
-from jhybrid.evaluate.perplexity import PerplexityRun
+from jhybrid.evaluate.perplexity import Perplexity
+from jhybrid.evaluate.text_run import TextRun
 from jhybrid_server.batch_file import run_batch
 from tests.evaluate.toy_text import text_engine
 
@@ -21,9 +22,9 @@ CONTEXT.set_forkserver_preload(["tests.evaluate.test_kill"])
 
 def perplexity(folder: Path) -> None:
     engine, _ = text_engine()
-    run = PerplexityRun(engine, [Document(text) for text in TEXTS * 4], max_length=7)
+    run = TextRun(engine, [Document(text) for text in TEXTS * 4], max_length=7)
     with Journal(folder / "journal", {"run": 1}) as journal:
-        figures = run.run(journal).figures()
+        figures = Perplexity.of(run.scores(journal)).figures()
     (folder / "figures.json").write_text(json.dumps(figures))
 
 

@@ -1,5 +1,6 @@
 """Perplexity: the table's figures, a resumed run equal to an uninterrupted one, and the command on the demo model."""
 
+import contextlib
 import json
 import math
 import sys
@@ -9,9 +10,11 @@ import pytest
 
 from jhybrid import cli
 from jhybrid.errors import ConfigError, RequestError
+from jhybrid.evaluate import commands
 from jhybrid.evaluate.documents import Document, read_documents
 from jhybrid.evaluate.journal import Journal
-from jhybrid.evaluate.perplexity import PerplexityRun, prefix_token
+from jhybrid.evaluate.perplexity import Perplexity
+from jhybrid.evaluate.text_run import TextRun, prefix_token
 from tests.evaluate.toy_text import BOS, EOS, LetterTokenizer, by_hand, text_engine
 
 TEXTS = ["the rain in spain stays mainly in the plain. " * 5, "ay", " to be.\nor not.\n"]
@@ -37,8 +40,8 @@ def brute_force(text: str, prefix: int, length: int) -> float:
 @pytest.mark.parametrize("prefix", [None, EOS])
 def test_figures_are_the_table_s(length: int, prefix: int | None):
     engine, _ = text_engine()
-    run = PerplexityRun(engine, [Document(t) for t in TEXTS], max_length=length, prefix_token_id=prefix)
-    found = run.run().figures()
+    run = TextRun(engine, [Document(t) for t in TEXTS], max_length=length, prefix_token_id=prefix)
+    found = Perplexity.of(run.scores()).figures()
     total = sum(brute_force(text, BOS if prefix is None else prefix, length) for text in TEXTS)
     letters = sum(len(text) for text in TEXTS)
     assert found["loglikelihood"] == pytest.approx(total, rel=1e-12)
@@ -52,10 +55,10 @@ def test_figures_are_the_table_s(length: int, prefix: int | None):
 
 def test_the_prefix_changes_the_first_window_alone():
     engine, _ = text_engine()
-    a, b = (PerplexityRun(engine, [Document(TEXTS[0])], max_length=7, prefix_token_id=token) for token in (BOS, EOS))
+    a, b = (TextRun(engine, [Document(TEXTS[0])], max_length=7, prefix_token_id=token) for token in (BOS, EOS))
     assert [w.tokens for w in a.windows[1:]] == [w.tokens for w in b.windows[1:]]
     assert (a.windows[0].tokens[0], b.windows[0].tokens[0]) == (BOS, EOS)
-    assert a.run() != b.run()
+    assert Perplexity.of(a.scores()) != Perplexity.of(b.scores())
 
 
 def test_prefix_token_is_bos_then_eos():
@@ -86,15 +89,15 @@ def killed_after(windows: int):
 def test_a_killed_run_goes_on_and_gives_the_same(tmp_path: Path, windows: int):
     documents = [Document(t) for t in TEXTS]
     engine, _ = text_engine()
-    whole = PerplexityRun(engine, documents, max_length=7)
-    expected = whole.run()
+    whole = TextRun(engine, documents, max_length=7)
+    expected = list(whole.scores())
     path = tmp_path / "journal"
     with pytest.raises(Killed), Journal(path, {"run": 1}) as journal:
-        PerplexityRun(engine, documents, max_length=7).run(journal, killed_after(windows))
+        list(TextRun(engine, documents, max_length=7).scores(journal, killed_after(windows)))
     engine, runner = text_engine()
-    again = PerplexityRun(engine, documents, max_length=7)
+    again = TextRun(engine, documents, max_length=7)
     with Journal(path, {"run": 1}) as journal:
-        assert again.run(journal) == expected
+        assert list(again.scores(journal)) == expected
     assert again.resumed_windows == (windows - 1) // 4 * 4  # whole blocks of 4
     assert runner.calls > 0
 
@@ -102,8 +105,8 @@ def test_a_killed_run_goes_on_and_gives_the_same(tmp_path: Path, windows: int):
 def test_documents_of_a_file(tmp_path: Path):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "one\u2028two", "body": "three"}\n\n{"text": "", "body": "four"}\n')
-    assert read_documents(file) == [Document("one\u2028two")]
-    assert read_documents(file, "body") == [Document("three"), Document("four")]
+    assert read_documents(file) == [Document("one\u2028two", 1)]
+    assert read_documents(file, "body") == [Document("three", 1), Document("four", 3)]
     with pytest.raises(RequestError, match="line 1 has no text under 'title'"):
         read_documents(file, "title")
     plain = tmp_path / "play.txt"
@@ -111,9 +114,48 @@ def test_documents_of_a_file(tmp_path: Path):
     [document] = read_documents(plain)
     assert (document.num_words, document.num_bytes) == (5, 14)
     assert Document("\u00e9\ud800").num_bytes == 5
+    plain.write_bytes(b"\xef\xbb\xbfTo be\r\n")
+    assert read_documents(plain) == [Document("To be\r\n")]
     plain.write_bytes(b"\xff\xfe")
     with pytest.raises(RequestError, match="cannot be read as UTF-8"):
         read_documents(plain)
+
+
+def test_the_commands_share_texts_and_what_a_killed_one_had_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file, journal = tmp_path / "texts.jsonl", tmp_path / "journal"
+    texts = ["KING.\nMy lord, I am the king.\n" * 3, "", "Käse, 数学"]
+    file.write_text("".join(json.dumps({"play": text}) + "\n" for text in texts))
+    more = ["--text-key", "play", "--max-length", "8", "--journal", str(journal), "--model", "demo"]
+    small = ["--max-num-seqs", "2", "--max-model-len", "128", "--max-num-batched-tokens", "32"]
+
+    def run(*command: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", ["jhybrid", *command, *more, *small, "--json"])
+        cli.main()
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    def kill() -> None:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(commands, "progress", lambda *_: contextlib.nullcontext(killed_after(5)))
+            run("score", str(file))
+        capsys.readouterr()
+
+    whole = run("score", str(file))
+    assert not journal.exists()
+    assert [record["line"] for record in whole] == [1, 3]
+    for record, text in zip(whole, (texts[0], texts[2]), strict=True):
+        assert record["tokens"] == len(record["token_ids"]) == len(record["logprobs"])
+        assert record["bytes"] == len(text.encode())
+        assert record["loglikelihood"] == pytest.approx(sum(record["logprobs"]))
+        assert record["bits_per_byte"] == pytest.approx(-record["loglikelihood"] / record["bytes"] / math.log(2))
+        assert record["prefix_token_id"] == 0 not in record["token_ids"]
+    kill()
+    assert run("score", str(file)) == whole
+    kill()
+    [figures] = run("perplexity", str(file))
+    assert figures["resumed_windows"] == 4
+    assert figures["loglikelihood"] == pytest.approx(sum(record["loglikelihood"] for record in whole), rel=1e-12)
 
 
 def test_the_command_on_the_demo_model(

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from jhybrid import cli
 from jhybrid.errors import ConfigError, EngineDeadError
 from jhybrid.request import SamplingParams
-from jhybrid_server.batch_file import Summary, read_lines, run_batch
+from jhybrid_server.batch_file import Failure, Summary, read_lines, run_batch
 from tests.evaluate.toy_text import LetterTokenizer, text_engine
 from tests.server.fake_engine import FakeEngine
 from tests.toy_model import expected_tokens
@@ -106,8 +107,9 @@ def test_a_line_that_is_wrong_fails_alone(tmp_path: Path, line: Any, message: st
     records = [completion("good", "to be"), line, completion("last", "or not")]
     target = tmp_path / "out.jsonl"
     summary = run_batch(CONFIG, write(tmp_path / "in.jsonl", records), target, make_engine=toy)
-    assert summary == Summary(lines=3, resumed=0, failed=1)
     good, bad, last = read(target)
+    failure = Failure(2, bad["custom_id"], bad["error"]["message"])
+    assert summary == Summary(lines=3, resumed=0, failed=1, failures=(failure,))
     assert [a["response"]["body"]["choices"][0]["text"] for a in (good, last)] == [by_hand("to be"), by_hand("or not")]
     assert message in bad["error"]["message"]
     assert 400 <= bad["response"]["status_code"] < 500
@@ -133,7 +135,7 @@ def test_a_killed_run_goes_on(tmp_path: Path):
     with pytest.raises(Killed):
         run_batch(CONFIG, source, target, progress=killer(3), make_engine=toy)
     assert len(read(target)) == 3
-    target.write_bytes(target.read_bytes() + b'{"id": "batch_req_4", "custom')  # a write that was cut short
+    target.write_bytes(target.read_bytes() + whole.read_bytes().splitlines()[3][:50])  # a write that was cut short
     summary = run_batch(CONFIG, source, target, make_engine=toy)
     assert summary == Summary(lines=8, resumed=3, failed=0)
 
@@ -151,15 +153,46 @@ def test_a_killed_run_goes_on(tmp_path: Path):
 def test_answers_to_something_else_are_left_alone(tmp_path: Path):
     source = write(tmp_path / "in.jsonl", [completion("a", "to be"), completion("b", "or not")])
     target = tmp_path / "out.jsonl"
+    run_batch(CONFIG, write(tmp_path / "one.jsonl", [completion("a", "to be")]), target, make_engine=toy)
+    answered = target.read_text()
     for content, message in (
-        ('{"custom_id": "b", "error": {}}\n', "line 1 is of 'b'"),
-        ('{"custom_id": "a", "error": {}}\n' * 3, "line 2 is of 'a'"),
+        (answered.replace('"custom_id": "a"', '"custom_id": "b"'), "line 1 is of 'b', which is another line"),
+        (answered * 3, "line 2 is of 'a', which is another line"),
         ("a diary\n", "line 1 is no answer"),
+        ("a diary without an end", "line 1 is no answer"),
+        (source.read_text()[:-1], "line 1 is no answer"),
+        (answered + "a diary", "line 2 is no answer"),
     ):
         target.write_text(content)
         with pytest.raises(ConfigError, match=message):
             run_batch(CONFIG, source, target, make_engine=toy)
         assert target.read_text() == content
+
+
+def test_answers_to_what_a_line_was_before_are_not_gone_on_with(tmp_path: Path):
+    source = write(tmp_path / "in.jsonl", [completion("a", "to be"), completion("b", "or not")])
+    target = tmp_path / "out.jsonl"
+    run_batch(CONFIG, source, target, make_engine=toy)
+    write(source, [completion("a", "to be"), completion("b", "nay"), completion("c", "ay")])
+    with pytest.raises(ConfigError, match="line 2 answers 'b', but line 2 of the input is not what it was"):
+        run_batch(CONFIG, source, target, make_engine=toy)
+    with pytest.raises(ConfigError, match=r"line 1 answers 'a', .* or base_seed is another"):
+        run_batch(replace(CONFIG, base_seed=1), source, target, make_engine=toy)
+    target.write_text(target.read_text().splitlines(keepends=True)[0])  # as the message says
+    assert run_batch(CONFIG, source, target, make_engine=toy) == Summary(lines=3, resumed=1, failed=0)
+    assert [answer["custom_id"] for answer in read(target)] == ["a", "b", "c"]
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path):
+    source = write(tmp_path / "in.jsonl", [completion(f"q{i}", word) for i, word in enumerate(WORDS)])
+    target = tmp_path / "out.jsonl"
+
+    def meanwhile(_total: int) -> Callable[[int], None]:
+        with pytest.raises(ConfigError, match="output: another run is writing"):
+            run_batch(CONFIG, source, target, make_engine=toy)
+        return lambda _count: None
+
+    assert run_batch(CONFIG, source, target, progress=meanwhile, make_engine=toy).failed == 0
 
 
 def test_answers_by_another_model_are_not_gone_on_with(tmp_path: Path):
@@ -180,8 +213,22 @@ def test_a_dead_engine_answers_nothing(tmp_path: Path):
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"input: .* cannot be read"):
-        read_lines(tmp_path / "nothing.jsonl")
-    assert read_lines(write(tmp_path / "empty.jsonl", ["\n", "  \n"])) == []
+        read_lines(tmp_path / "nothing.jsonl", 0)
+    with pytest.raises(ConfigError, match=r"input: .* has no lines"):
+        read_lines(write(tmp_path / "empty.jsonl", ["\n", "  \n"]), 0)
+    source = write(tmp_path / "in.jsonl", [completion("a", "to be")])
+    for target in (tmp_path, source / "out.jsonl"):
+        with pytest.raises(ConfigError, match=r"output: .* cannot be written"):
+            run_batch(CONFIG, source, target, make_engine=toy)
+
+
+def test_characters_that_utf_8_cannot_carry_are_escaped(tmp_path: Path):
+    source = write(tmp_path / "in.jsonl", [completion("\ud800 ❤", "to be"), completion("é", "or not")])
+    target = tmp_path / "out.jsonl"
+    run_batch(CONFIG, source, target, make_engine=toy)
+    assert [answer["custom_id"] for answer in read(target)] == ["\ud800 ❤", "é"]
+    assert "é" in target.read_text()
+    assert run_batch(CONFIG, source, target, make_engine=toy).resumed == 2
 
 
 def test_the_command_on_the_demo_model(
@@ -192,8 +239,15 @@ def test_the_command_on_the_demo_model(
     target = tmp_path / "out.jsonl"
     command = ["jhybrid", "batch", str(source), str(target), "--model", "demo", *small, "--json"]
     monkeypatch.setattr(sys, "argv", command)
-    cli.main()
-    assert json.loads(capsys.readouterr().out) == {"lines": 2, "resumed": 0, "failed": 1}
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 1
+    out, err = capsys.readouterr()
+    summary = json.loads(out)
+    [failure] = summary.pop("failures")
+    assert summary == {"lines": 2, "resumed": 0, "failed": 1}
+    assert (failure["line"], failure["custom_id"]) == (2, "bad")
+    assert "line 2 (bad): n: 0" in err
     king, bad = read(target)
     assert king["response"]["body"]["usage"]["completion_tokens"] == 9
     assert bad["error"]["message"].startswith("n: 0")

@@ -1,0 +1,71 @@
+"""LineFile: JSON lines on the disk, added at the end alone, so that a killed run finds what it had done.
+
+The journal of a run over texts is one, and so is the file of answers to a batch.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jhybrid.errors import ConfigError
+
+
+class LineFile:
+    """Open for one run at a time. Each added line is on the disk before the next piece of work starts."""
+
+    def __init__(self, path: Path, field: str):
+        """Open or make it. Raises ConfigError for `field` if it cannot be, or if another run has it open."""
+        self.path, self.field = path, field
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(field, f"{path} cannot be written: {error.strerror}; name another file") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(field, f"another run is writing {path}; wait for it, or name another file") from error
+        except OSError:  # some network file systems have no locks
+            pass
+
+    def complete(self) -> Iterator[bytes]:
+        """The lines that are whole, without their line breaks. What follows them was cut short by a kill: `torn`."""
+        self._file.seek(0)
+        self._whole, self.torn = 0, b""
+        for line in self._file:
+            if line.endswith(b"\n"):
+                self._whole += len(line)
+                yield line[:-1]
+            else:
+                self.torn = line
+
+    def cut(self) -> None:
+        """Take away what was torn, once the caller knows that the file is its own."""
+        self._file.truncate(self._whole)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a line; it survives whatever happens next."""
+        self._file.write(encoded(record) + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def remove(self) -> None:
+        self.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def encoded(record: dict[str, Any]) -> bytes:
+    """A record as it is written: in UTF-8, but for records with a lone surrogate, which only an escape can carry."""
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(record).encode()
