@@ -1,14 +1,15 @@
 """Fleet: engines of a Ray cluster, an actor each, over which Ray Data spreads pieces of work. `--ray` makes one.
 
-An actor that dies is started again and its piece done anew, so nothing is lost; answers carry their numbers, so none is
-taken twice. This process never touches an accelerator: on the cluster's head, an actor may need it.
+Ray Data ends its own actors with each data set, so engines are actors beside it that stay: each has a messenger, which
+is Ray Data's, and hands it one piece after the other. An engine that dies is started again and its piece done anew, so
+nothing is lost; answers carry their numbers, so none is taken twice. This process never touches an accelerator: on the
+cluster's head, an actor may need it.
 """
 
 import logging
 import math
 import os
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -16,7 +17,7 @@ from typing import Any, Self
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError
 
 ATTEMPTS = 3
-"""Times that a piece of work is begun, each but the first after an actor died at it: it may be what kills them."""
+"""Times that a piece of work is begun, each but the first after an engine died at it: it may be what kills them."""
 PIECES = 4
 """Pieces for each engine, at least, where there is work enough: so that none waits long for the last one."""
 
@@ -42,6 +43,8 @@ class RayOptions:
     """Other resources of each engine, as NAME=AMOUNT. TPU is tensor_parallel_size where the cluster has any."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.actor_resources, str):  # as the harness's model_args have it, which know no lists
+            object.__setattr__(self, "actor_resources", tuple(self.actor_resources.split("+")))
         if not self.ray:
             for field in fields(self):
                 if getattr(self, field.name) != field.default:
@@ -91,15 +94,18 @@ def room_for(demand: dict[str, float], machines: Sequence[dict[str, float]]) -> 
 
 
 class Fleet:
-    """A connection to a cluster. Raises ConfigError if Ray is not installed or the cluster cannot be reached."""
+    """A connection to a cluster, and engines there. Raises ConfigError without Ray, and if the cluster will not do."""
 
-    def __init__(self, options: RayOptions, devices: int = 1):
-        """`devices` is how many accelerators one engine takes."""
+    def __init__(self, options: RayOptions, build: Callable[[], Work], devices: int = 1):
+        """`build` makes, in its actor, what does the work there; it is pickled. `devices` is how many accelerators one
+        engine takes.
+        """
         try:
             import ray
             import ray.data
         except ImportError as error:
             raise ConfigError("ray", f"Ray is needed ({error}); install it: pip install 'jhybrid[ray]'") from error
+        self._build, self._engines = build, list[Any]()
         self._ours = not ray.is_initialized()
         if self._ours:
             try:
@@ -120,11 +126,10 @@ class Fleet:
                 "lower it or what each takes, or add machines",
             )
 
-    def map(self, build: Callable[[], Work], pieces: Sequence[Any]) -> Iterator[Any]:
-        """Answers to the pieces, in their order, as they come: `build()(piece)`, built once in each actor.
+    def map(self, pieces: Sequence[Any]) -> Iterator[Any]:
+        """Answers to the pieces, in their order, as they come. Pieces are pickled; engines stay for the next ones.
 
-        Both `build` and the pieces are pickled. Raises JhybridError with what an actor's `build` or work raised, and if
-        a piece is lost again and again.
+        Raises JhybridError with what an engine's start or its work raised, and if a piece is lost again and again.
         """
         import ray
         import ray.data
@@ -137,16 +142,14 @@ class Fleet:
         context.print_on_execution_start = False
         context.execution_options.preserve_order = True
         logging.getLogger("ray.data").setLevel(logging.ERROR)
-        register = ray.remote(num_cpus=0)(Register).remote()
+        self._start(min(self.num_engines, len(pieces)))
+        turns = ray.remote(num_cpus=0)(Turns).remote()
         rows = [{"number": i, "piece": pickle.dumps(piece)} for i, piece in enumerate(pieces)]
-        demand = dict(self.demand)
         answers = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-            Actor,  # pyright: ignore[reportArgumentType] - it wants a function; a class is what makes actors
-            fn_constructor_args=(build, register),
-            compute=ray.data.ActorPoolStrategy(size=min(self.num_engines, len(rows)), max_tasks_in_flight_per_actor=2),
-            num_cpus=demand.pop("CPU", 0),
-            num_gpus=demand.pop("GPU", 0),
-            resources=demand,
+            Messenger,  # pyright: ignore[reportArgumentType] - it wants a function; a class is what makes actors
+            fn_constructor_args=(self._engines, turns),
+            compute=ray.data.ActorPoolStrategy(size=len(self._engines), max_tasks_in_flight_per_actor=2),
+            num_cpus=0,
         )
         taken = 0
         try:
@@ -163,15 +166,32 @@ class Fleet:
         if taken != len(rows):
             raise JhybridError(f"the cluster gave {taken} answers to {len(rows)} pieces of work")
 
+    def _start(self, count: int) -> None:
+        """Have at least so many engines."""
+        import ray
+
+        demand = dict(self.demand)
+        actor = ray.remote(
+            num_cpus=demand.pop("CPU", 0),
+            num_gpus=demand.pop("GPU", 0),
+            resources=demand,
+            max_restarts=-1,
+            max_task_retries=ATTEMPTS - 1,
+        )(EngineActor)
+        while len(self._engines) < count:
+            self._engines.append(actor.remote(self._build))
+
     def pieces(self, items: Sequence[Any], most: int) -> list[Sequence[Any]]:
         """Items in runs of at most `most`, and short enough that every engine has several."""
         size = max(1, min(most, -(-len(items) // (PIECES * self.num_engines))))
         return [items[at : at + size] for at in range(0, len(items), size)]
 
     def close(self) -> None:
-        """Leave the cluster; one that was started for this run ends. Harmless when repeated."""
+        """End the engines and leave the cluster; one that was started for this run ends. Harmless when repeated."""
         import ray
 
+        while self._engines:
+            ray.kill(self._engines.pop())
         if self._ours:
             self._ours = False
             ray.shutdown()
@@ -183,44 +203,59 @@ class Fleet:
         self.close()
 
 
-class Register:
-    """How often each piece was begun; an actor beside the driver that outlives the engines."""
+class Turns:
+    """Tells messengers apart; an actor beside them."""
 
     def __init__(self) -> None:
-        self._begun: Counter[int] = Counter()
+        self._next = 0
 
-    def begin(self, number: int) -> int:
-        self._begun[number] += 1
-        return self._begun[number]
+    def take(self) -> int:
+        self._next += 1
+        return self._next - 1
 
 
-class Actor:
-    """What Ray makes an actor of: one engine's work on one piece after the other."""
+class EngineActor:
+    """An engine in a process of its own, that does one piece of work after the other."""
 
-    def __init__(self, build: Callable[[], Work], register: Any):
-        self._register = register
-        self._fault: str | None = None
+    def __init__(self, build: Callable[[], Work]):
+        self._build, self._work = build, None
+
+    def answer(self, piece: bytes) -> bytes:
+        """The answer, or None and what went wrong, pickled. The engine is built with the first piece, so that it counts
+        as an attempt if it takes the process with it.
+        """
+        answer, fault = None, None
         try:
-            self._work = build()
-        except Exception as error:  # noqa: BLE001 - whatever it is, Ray would start the actor again for ever
-            self._fault = _described(error)
+            self._work = self._work or self._build()
+            answer = self._work(pickle.loads(piece))
+        except EngineDeadError as error:
+            log.error("the engine is dead, and its actor goes with it", exc_info=error)
+            os._exit(70)  # Ray starts another in its place, with the same piece
+        except Exception as error:  # noqa: BLE001 - Ray would tell of it in a form of its own
+            fault = _described(error)
+        return pickle.dumps((answer, fault))
+
+
+class Messenger:
+    """What Ray Data makes an actor of: hands pieces to one of the engines."""
+
+    def __init__(self, engines: Sequence[Any], turns: Any):
+        import ray
+
+        turn: Any = ray.get(turns.take.remote())
+        self._engine = engines[turn % len(engines)]
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         import ray
+        from ray.exceptions import RayActorError
 
-        answer, fault = None, self._fault
-        begun: Any = ray.get(self._register.begin.remote(row["number"]))
-        if fault is None and begun > ATTEMPTS:
-            fault = f"an engine's process ended each time that piece {row['number']} of the work was done"
-        if fault is None:
-            try:
-                answer = self._work(pickle.loads(row["piece"]))
-            except EngineDeadError as error:
-                log.error("the engine is dead, and its actor goes with it", exc_info=error)
-                os._exit(70)  # the piece goes to another engine
-            except Exception as error:  # noqa: BLE001 - Ray Data would tell of it without its cause
-                fault = _described(error)
-        return {"number": row["number"], "answer": pickle.dumps((answer, fault))}
+        number = row["number"]
+        try:
+            answer = ray.get(self._engine.answer.remote(row["piece"]))
+        except RayActorError:
+            fault = f"an engine's process ended each time that piece {number} of the work was begun"
+            answer = pickle.dumps((None, fault))
+        return {"number": number, "answer": answer}
 
 
 def _described(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from jhybrid.config import EngineConfig
@@ -109,11 +108,11 @@ class CheckpointText:
 class EngineFleet:
     """Engines of a cluster. Work is sorted before it is cut, so that what shares a prefix goes to one engine."""
 
-    def __init__(self, fleet: Fleet, config: EngineConfig, model: TextModel, build: Callable[[], Engine] | None = None):
-        """`build` makes an engine in an actor; it stands in for the configured one in tests."""
+    def __init__(self, fleet: Fleet, config: EngineConfig, model: TextModel):
+        """The fleet's work is a Worker's."""
         self.config, self.model = config, model
         self.tally = Tally()
-        self._fleet, self._build = fleet, partial(Worker, build or partial(Engine, config))
+        self._fleet = fleet
         self._facts: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -130,7 +129,7 @@ class EngineFleet:
         places = self._fleet.pieces(order, BLOCK * self.config.max_num_seqs)
         pieces = [[items[i] for i in own] for own in places]
         found: list[Any] = [None] * len(items)
-        for own, (answers, tally, facts) in zip(places, self._fleet.map(self._build, pieces), strict=True):
+        for own, (answers, tally, facts) in zip(places, self._fleet.map(pieces), strict=True):
             for i, answer in zip(own, answers, strict=True):
                 found[i] = answer
             self.tally += tally
@@ -140,7 +139,7 @@ class EngineFleet:
 
 
 class Worker:
-    """What an actor does: score the windows of a piece, or answer its requests."""
+    """What one engine of a fleet does: score the windows of a piece, or answer its requests."""
 
     def __init__(self, build: Callable[[], Engine]):
         self._engines = OneEngine(build())

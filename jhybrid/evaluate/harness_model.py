@@ -6,6 +6,7 @@ import this module: `jhybrid eval`, or the harness's own command line as `python
 
 import contextlib
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine
 from jhybrid.errors import ConfigError
-from jhybrid.evaluate.engines import CheckpointText, EngineFleet, OneEngine
+from jhybrid.evaluate.engines import CheckpointText, EngineFleet, OneEngine, Worker
 from jhybrid.evaluate.respondent import Respondent
 from jhybrid.fleet import Fleet, RayOptions
 
@@ -61,7 +62,8 @@ class HarnessModel(LM):
         self._open = contextlib.ExitStack()
         if cluster.ray:
             text = CheckpointText.of(config)
-            fleet = self._open.enter_context(Fleet(cluster, config.tensor_parallel_size))
+            worker = partial(Worker, partial(Engine, config))
+            fleet = self._open.enter_context(Fleet(cluster, worker, config.tensor_parallel_size))
             engines = EngineFleet(fleet, config, text)
         else:
             engines = OneEngine(self._open.enter_context(Engine(config)))

@@ -314,8 +314,8 @@ def _spread(
     cluster: RayOptions, config: EngineConfig, office: Callable[[], "Office"], lines: Sequence[Line]
 ) -> Generator[dict[str, Any]]:
     find_model(config.model)  # here too, before a cluster is asked for anything
-    with Fleet(cluster, config.tensor_parallel_size) as fleet:
-        for records in fleet.map(office, fleet.pieces(lines, AHEAD * config.max_num_seqs)):
+    with Fleet(cluster, office, config.tensor_parallel_size) as fleet:
+        for records in fleet.map(fleet.pieces(lines, AHEAD * config.max_num_seqs)):
             yield from records
 
 
