@@ -1,4 +1,4 @@
-"""Journal: what a run over texts has done so far, a JSON line each, so that a killed run goes on from there."""
+"""Journal: what a run has done so far, a JSON line each, so that a killed run goes on from there."""
 
 import json
 from pathlib import Path
@@ -11,23 +11,26 @@ from jhybrid.evaluate.line_file import LineFile, encoded
 class Journal:
     """A line that says which run it belongs to, then the run's entries. One that was cut short is done again."""
 
-    def __init__(self, path: Path, run: dict[str, Any]):
-        """Open or begin it. Raises ConfigError if it belongs to another run, naming what differs."""
-        self._file = LineFile(path, "journal")
+    def __init__(self, path: Path, run: dict[str, Any], field: str = "journal"):
+        """Open or begin it. Raises ConfigError, of this field, if it belongs to another run, naming what differs, and,
+        here and later, if it cannot be written.
+        """
+        self.head = run
+        self._file = LineFile(path, field)
         try:
-            self.entries = [_parse(path, line) for line in self._file.complete()]
+            self.entries = [_parse(path, line, field) for line in self._file.complete()]
             if self.entries:
                 theirs = self.entries.pop(0)
                 differing = sorted(key for key in {*theirs, *run} if theirs.get(key) != run.get(key))
                 if differing:
                     what = f"{path} is of another run ({', '.join(differing)} differ)"
-                    raise ConfigError("journal", f"{what}; remove it or name another")
+                    raise ConfigError(field, f"{what}; remove it or name another")
                 self._file.cut()
             elif encoded(run).startswith(self._file.torn):
                 self._file.cut()
                 self._file.append(run)
             else:
-                raise _no_journal(path, "its only line has no end")
+                raise _no_journal(field, path, "its only line has no end")
         except BaseException:
             self._file.close()
             raise
@@ -35,6 +38,7 @@ class Journal:
     def append(self, entry: dict[str, Any]) -> None:
         """Add an entry; it survives whatever happens next."""
         self._file.append(entry)
+        self.entries.append(entry)
 
     def remove(self) -> None:
         """The run is finished, and the next one is to start anew."""
@@ -50,15 +54,20 @@ class Journal:
         self.close()
 
 
-def _parse(path: Path, line: bytes) -> dict[str, Any]:
+def read_journal(path: Path, field: str = "journal") -> list[dict[str, Any]]:
+    """The whole lines of a journal, the first of which says whose it is; somebody may be writing it."""
+    return [_parse(path, line, field) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _parse(path: Path, line: bytes, field: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise _no_journal(path, str(error)) from error
+        raise _no_journal(field, path, str(error)) from error
     if not isinstance(entry, dict):
-        raise _no_journal(path, f"{entry!r} is no object")
+        raise _no_journal(field, path, f"{entry!r} is no object")
     return entry
 
 
-def _no_journal(path: Path, why: str) -> ConfigError:
-    return ConfigError("journal", f"{path} is no journal: {why}; remove it or name another")
+def _no_journal(field: str, path: Path, why: str) -> ConfigError:
+    return ConfigError(field, f"{path} is no journal: {why}; remove it or name another")

@@ -1,9 +1,10 @@
 """LineFile: JSON lines on the disk, added at the end alone, so that a killed run finds what it had done.
 
-The journal of a run over texts is one, and so is the file of answers to a batch.
+The journal of a run is one, and so is the file of answers to a batch.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,13 +19,13 @@ class LineFile:
     """Open for one run at a time. Each added line is on the disk before the next piece of work starts."""
 
     def __init__(self, path: Path, field: str):
-        """Open or make it. Raises ConfigError for `field` if it cannot be, or if another run has it open."""
+        """Open or make it. Raises ConfigError for `field` if another run has it open, and, here and later, if it cannot
+        be written.
+        """
         self.path, self.field = path, field
-        try:
+        with self._blamed():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b")
-        except OSError as error:
-            raise ConfigError(field, f"{path} cannot be written: {error.strerror}; name another file") from error
+            self._file = path.open("ab", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -35,14 +36,14 @@ class LineFile:
 
     def complete(self) -> Iterator[bytes]:
         """The lines that are whole, without their line breaks. What follows them was cut short by a kill: `torn`."""
-        self._file.seek(0)
         self._whole, self.torn = 0, b""
-        for line in self._file:
-            if line.endswith(b"\n"):
-                self._whole += len(line)
-                yield line[:-1]
-            else:
-                self.torn = line
+        with self.path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._whole += len(line)
+                    yield line[:-1]
+                else:
+                    self.torn = line
 
     def cut(self) -> None:
         """Take away what was torn, once the caller knows that the file is its own."""
@@ -50,9 +51,11 @@ class LineFile:
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a line; it survives whatever happens next."""
-        self._file.write(encoded(record) + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = encoded(record) + b"\n"
+        with self._blamed():
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
 
     def remove(self) -> None:
         self.close()
@@ -61,6 +64,14 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
+
+    @contextlib.contextmanager
+    def _blamed(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"{self.path} cannot be written: {error.strerror}"
+            raise ConfigError(self.field, f"{what}; make room or name another file, what is there is kept") from error
 
 
 def encoded(record: dict[str, Any]) -> bytes:

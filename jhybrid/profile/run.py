@@ -51,7 +51,7 @@ def read_profile(path: Path) -> Profile:
     path = path / ROWS_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError("compare", f"{path} is no profile; give a folder that `jhybrid profile --output` filled")
-    entries, _ = read_journal(path)
+    entries = read_journal(path)
     if not entries or entries[0].get("format") != FORMAT:
         raise ConfigError("compare", f"{path} is no profile of format {FORMAT}")
     return _profile(entries[0], entries[1:])

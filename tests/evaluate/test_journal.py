@@ -1,5 +1,6 @@
 """Journal: what was written is there after a kill, what was half written is not."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,24 @@ def test_another_run_s_journal_is_refused(tmp_path: Path):
         with pytest.raises(ConfigError, match="is no journal"):
             Journal(path, {"model": "a"})
         assert path.read_text() == content
+
+
+def test_what_cannot_be_written_is_said_with_the_field_and_kept(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"^output: /proc/none/run.jsonl cannot be written: .*; make room or name"):
+        Journal(Path("/proc/none/run.jsonl"), {"model": "a"}, "output")
+    path = tmp_path / "run.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(path, {"model": "a"}, "output") as journal:
+        journal.append({"n": 1})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+        try:
+            with pytest.raises(ConfigError, match=r"output: .*cannot be written"):
+                journal.append({"n": 2})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert journal.entries == [{"n": 1}]
+    with Journal(path, {"model": "a"}, "output") as journal:
+        assert journal.entries == [{"n": 1}]
 
 
 def test_one_run_at_a_time(tmp_path: Path):
