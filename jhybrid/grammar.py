@@ -6,6 +6,7 @@ request, masks are made in threads of their own: neither holds up the engine. Al
 
 import functools
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from jhybrid.errors import JhybridError, RequestError
 from jhybrid.expression_size import lark_size, regex_size, schema_size
+from jhybrid.grammar_guard import GrammarGuard
 from jhybrid.structured_outputs import Reasoning, StructuredOutputs
 from jhybrid.tokenizer import Tokenizer
 
@@ -28,6 +30,7 @@ MAX_GRAMMARS = 128
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
+    max_items_in_row=20_000,
     step_max_items=20_000,
     max_lexer_states=20_000,
     max_grammar_size=200_000,
@@ -40,6 +43,10 @@ SCHEMA_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace between tokens of JSON is free, but not without end: models can lose themselves in it."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_BOUND = 2**53
+MAX_DEPTH = 100
+"""Levels of a schema; llguidance reads little more."""
+STEPS_AHEAD = 3
+"""Tokens that a grammar is followed for before it is taken: one that grows too large mostly does so at once."""
 SEARCH_SECONDS = 0.2
 """How long the place of a fault is looked for in a schema."""
 GAP = r"/[ \n\r\t]{0,8}/"
@@ -72,6 +79,11 @@ class Grammars:
         self._live: WeakValueDictionary[tuple, Grammar] = WeakValueDictionary()
         self.pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="jhybrid-grammar")
         """Makes masks."""
+        self._guard: GrammarGuard | None = None
+
+    def guard(self) -> None:
+        """From now on, have new constraints compiled in a process of its own first, as servers must."""
+        self._guard = GrammarGuard(_Vocabulary(self._tokenizer, self._vocab_size, self._eos))
 
     def of(self, wanted: StructuredOutputs) -> Grammar:
         """The compiled form. RequestError names the field and what is wrong with it."""
@@ -99,20 +111,23 @@ class Grammars:
         source = _source(kind, text)
         if reasoning is not None:
             source = self._after(reasoning, source)
-        matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
+        if self._guard is not None and (fault := self._guard.fault(source)):
+            raise RequestError(field, f"the process that compiles it {fault}; {REMEDIES[kind]}")
+        matcher = compiled(vocabulary, source)
         if matcher.is_error():
             where = _place(text) if kind == "json" else ""
-            raise RequestError(field, f"{where}{_cause(matcher)}; {REMEDIES[kind]}")
+            raise RequestError(field, f"{where}{_cause(matcher, kind)}; {REMEDIES[kind]}")
         first = _mask(matcher, -(-self._vocab_size // 32))
-        if matcher.is_error():
-            raise RequestError(field, f"{_cause(matcher)}; {REMEDIES[kind]}")
+        ahead = follow(matcher.deep_copy(), STEPS_AHEAD)
+        for each in (matcher, ahead):
+            if each.is_error():
+                raise RequestError(field, f"{_cause(each, kind)}; {REMEDIES[kind]}")
         return Grammar(matcher, first)
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
         """The vocabulary as a trie, made when it is first asked for."""
-        wrapper = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos))
-        return LLTokenizer(wrapper, eos_token=self._eos)
+        return vocabulary_of(_Vocabulary(self._tokenizer, self._vocab_size, self._eos))
 
     @functools.cached_property
     def opening(self) -> frozenset[int]:
@@ -209,8 +224,9 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
         """End tokens are never text, also where the tokenizer has text for them: they end the answer."""
-        self._tokenizer = tokenizer
-        self.eos_token_id, self.bos_token_id = eos_token_ids[0], tokenizer.bos_token_id
+        self._tokenizer: Tokenizer | None = tokenizer
+        self.eos_token_ids, self.eos_token_id = eos_token_ids, eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i) or i in eos_token_ids]
         special = set(self.special_token_ids)
@@ -219,9 +235,15 @@ class _Vocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens of text that a grammar prescribes: the tokenizer's, where they stand for just this text."""
+        if self._tokenizer is None:
+            return self._greedy(text)
         ids = self._tokenizer.encode(text.decode(), add_special_tokens=False)
         exact = all(i < len(self.tokens) for i in ids) and b"".join(self.tokens[i] for i in ids) == text
         return ids if exact else self._greedy(text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled without the tokenizer: any tokens will do where grammars are only tried."""
+        return self.__dict__ | {"_tokenizer": None}
 
     def _greedy(self, text: bytes) -> list[int]:
         """The longest token at each place, up to where there is none."""
@@ -233,6 +255,28 @@ class _Vocabulary:
             ids.append(self._ids[text[:size]])
             text = text[size:]
         return ids
+
+
+def vocabulary_of(vocabulary: _Vocabulary) -> LLTokenizer:
+    """The vocabulary as a trie."""
+    return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=vocabulary.eos_token_ids)
+
+
+def compiled(vocabulary: LLTokenizer, source: str) -> LLMatcher:
+    """A grammar at its beginning, within LIMITS. Look at `is_error`."""
+    return LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
+
+
+def follow(matcher: LLMatcher, steps: int) -> LLMatcher:
+    """Have it go on with the first token that it allows, `steps` times or up to an end or an error."""
+    for _ in range(steps):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        ids = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if matcher.is_error() or matcher.is_stopped() or not len(ids) or not matcher.consume_token(int(ids[0])):
+            break
+    if not (matcher.is_error() or matcher.is_stopped()):
+        matcher.compute_bitmask()
+    return matcher
 
 
 def _mask(matcher: LLMatcher, words: int) -> np.ndarray:
@@ -261,9 +305,11 @@ def _source(kind: str, text: Any) -> str:
     """What llguidance compiles."""
     try:
         if kind in ("json", "json_object"):
-            schema = text if kind == "json" else '{"type": "object"}'
-            _check_size(kind, schema_size(json.loads(schema)))
+            if text == "false":
+                raise RequestError("structured_outputs.json", "the schema false allows no text; leave it out")
+            schema = '{"type": "object"}' if kind == "json_object" else "{}" if text == "true" else text
             _check_bounds(kind, json.loads(schema))
+            _check_size(kind, schema_size(json.loads(schema)))
             return LLMatcher.grammar_from_json_schema(schema, defaults=SCHEMA_OPTIONS)  # pyright: ignore[reportArgumentType]
         if kind == "regex":
             _check_size(kind, regex_size(text))
@@ -289,10 +335,13 @@ def _check_size(kind: str, size: int) -> None:
 
 
 def _check_bounds(kind: str, schema: Any) -> None:
-    """Refuse bounds of numbers that llguidance rounds, or overflows its stack on."""
-    left = [("", schema)]
+    """Refuse depths that llguidance does not read, and bounds of numbers that it rounds, or overflows its stack on."""
+    left = [("", schema, 0)]
     while left:
-        path, part = left.pop()
+        path, part, depth = left.pop()
+        if depth > MAX_DEPTH:
+            what = f"is nested more than {MAX_DEPTH} levels deep; flatten it with $defs and $ref"
+            raise RequestError(f"structured_outputs.{kind}", what)
         if isinstance(part, dict):
             for key, value in part.items():
                 if key in BOUNDS and isinstance(value, int | float) and abs(value) > MAX_BOUND:
@@ -301,14 +350,19 @@ def _check_bounds(kind: str, schema: Any) -> None:
                         f"structured_outputs.{kind}",
                         f"{where}{key} {value} is not in [-2^53, 2^53], where numbers are exact; narrow it",
                     )
-                left.append((f"{path}.{key}", value))
+                left.append((f"{path}.{key}", value, depth + 1))
         elif isinstance(part, list):
-            left += [(f"{path}[{at}]", each) for at, each in enumerate(part)]
+            left += [(f"{path}[{at}]", each, depth + 1) for at, each in enumerate(part)]
 
 
-def _cause(matcher: LLMatcher) -> str:
-    """llguidance's own words, of which it has none where no token is allowed."""
-    cause = matcher.get_error().replace("<non-verbose/>", "").strip()[:500]
+def _cause(matcher: LLMatcher, kind: str = "") -> str:
+    """llguidance's own words, of which it has none where no token is allowed, but for what only its caller can know."""
+    cause = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if kind == "regex":  # which it quotes first, and then once more in a grammar of its own making
+        cause = re.sub(r"\n +1 \| start: .*", "", cause.partition("(in regex): ")[2] or cause, flags=re.DOTALL)
+    if cause.startswith("oneOf"):
+        cause = "oneOf is not supported where its options overlap; use anyOf"
+    cause = cause[:500]
     return "it allows no text" if cause in ("", "NoExtension", "NoExtensionBias") else cause
 
 

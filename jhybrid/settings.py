@@ -35,21 +35,26 @@ class Settings(Generic[Command]):
         self._sources: dict[str, str] = {}
 
     def read_file(self, path: Path) -> None:
-        """Take a TOML file in. ConfigError for one that cannot be read, unknown keys and wrong types."""
+        """Take a TOML file in. ConfigError for one that cannot be read, or with all unknown keys and wrong types."""
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError("config", f"{path} cannot be read: {error}") from error
         table.pop("slice", None)  # what chips the settings are meant for: see slices.py
+        faults: dict[str, str] = {}
         for name, value in table.items():
             if name not in self._types:
-                raise ConfigError(name, f"in {path} is no setting{_nearest(name, self._types)}")
+                faults[name] = f"in {path} is no setting{_nearest(name, self._types)}"
+                continue
             try:
                 text = json.dumps(value)
                 self._values[name] = TypeAdapter(self._types[name]).validate_json(text, strict=True)
             except (TypeError, ValidationError) as error:
-                raise ConfigError(name, f"{_shown(name, value, self._secret)} in {path}: {_why(error)}") from error
+                faults[name] = f"{_shown(name, value, self._secret)} in {path}: {_why(error)}"
             self._sources[name] = str(path)
+        if faults:
+            (name, fault), *others = faults.items()
+            raise ConfigError(name, "\n".join([fault, *(f"{other}: {what}" for other, what in others)]))
 
     def read_environment(self, variables: Mapping[str, str]) -> None:
         """Take the variables in whose names begin with JHYBRID_; empty ones are as if unset. ConfigError as above."""

@@ -66,6 +66,7 @@ def test_a_flag_may_be_what_makes_a_file_right(file: Path):
         ("max-num-seqs = 3", "did you mean max_num_seqs"),
         ("[engine]\nmax_num_seqs = 3", "engine: in .*toml is no setting"),
         ("print_config = true", "print_config: in .* is no setting"),
+        ('wat = 3\nport = "80"\nmax_num_seqs = true', r"wat: in .*\nport: '80' in .*\nmax_num_seqs: True in"),
         ("wat = 3", "`--help` shows them all"),
         ('port = "80"', "port: '80' in .*toml: input should be a valid integer"),
         ("port = true", "port: True in"),

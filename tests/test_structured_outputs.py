@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +58,90 @@ def answer(request: Request, config: EngineConfig = CONFIG, **options: Any) -> O
     [output] = engine.generate([request])
     assert not runner.violations
     return output
+
+
+def test_thousands_of_optional_properties():
+    schema = {
+        "type": "object",
+        "properties": {f"a{at}": {"type": "boolean"} for at in range(3000)},
+        "additionalProperties": False,
+    }
+    output = answer(bound([7, 8], StructuredOutputs(json=schema), max_tokens=40))
+    assert output.error is None and output.text.startswith("{")
+
+
+def test_a_schema_of_true_is_any_json():
+    output = answer(bound([7, 8], StructuredOutputs(json=True), max_tokens=40))
+    assert output.error is None and output.token_ids
+    if output.finish_reason == "stop":
+        json.loads(output.text)
+
+
+DEEP: dict[str, Any] = {"type": "integer"}
+for _ in range(150):
+    DEEP = {"type": "array", "items": DEEP}
+OPTIONAL = {f"a{at}": {"type": "boolean"} for at in range(6000)}
+OVERLAP = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (
+            {"regex": "a(b"},
+            r"^structured_outputs.regex: regex parse error:\n    a\(b\n     \^\nerror: unclosed group;",
+        ),
+        ({"json": False}, "the schema false allows no text"),
+        ({"json": DEEP}, "^structured_outputs.json: is nested more than 100 levels deep; flatten"),
+        ({"json": {"type": "object", "properties": OPTIONAL}}, r"^structured_outputs.json: .*Too many items"),
+        (
+            {"json": {"properties": {"a": OVERLAP}}},
+            r"at properties\.a: oneOf is not .* overlap; use anyOf",
+        ),
+    ],
+)
+def test_refusals_say_what_their_author_can_change(wanted: dict[str, Any], message: str):
+    with pytest.raises(RequestError, match=message) as refused:
+        answer(bound([7, 8], StructuredOutputs(**wanted)))
+    assert "start:" not in str(refused.value) and "coerce" not in str(refused.value)
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
+    monkeypatch.setattr(grammar_module, "_check_bounds", lambda *_: None)
+    grammars = Grammars(ToyTokenizer(), 64, frozenset([END]))
+    grammars.guard()
+    yield grammars
+    assert grammars._guard is not None
+    grammars._guard.close()
+
+
+def test_a_grammar_that_kills_its_process_is_refused_and_no_other(guarded: Grammars):
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"json: the process that compiles it ended with -\d+"):
+            guarded.of(StructuredOutputs(json={"type": "integer", "minimum": -1e30, "maximum": -1e30}))
+        assert guarded.of(StructuredOutputs(json={"type": "integer"})).first.any()
+        assert guarded.of(StructuredOutputs(regex="[a-e]+")).first.any()
+        with pytest.raises(RequestError, match="unclosed group"):
+            guarded.of(StructuredOutputs(regex="a(b"))
+
+
+def test_a_grammar_that_takes_too_long_is_refused(guarded: Grammars, monkeypatch: pytest.MonkeyPatch):
+    assert guarded.of(StructuredOutputs(regex="[a-e]+")).first.any()
+    guard = guarded._guard
+    assert guard is not None and guard._process is not None
+    guard._process.send_signal(signal.SIGSTOP)  # as if it were busy
+    monkeypatch.setattr("jhybrid.grammar_guard.SECONDS", 0.2)
+    with pytest.raises(RequestError, match=r"the process that compiles it takes more than 0\.2 s"):
+        guarded.of(StructuredOutputs(regex="[a-d]+"))
+    monkeypatch.undo()
+    assert guarded.of(StructuredOutputs(regex="[a-d]+")).first.any()
+
+
+def test_options_that_do_not_overlap_are_taken():
+    schema = {"oneOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 9}]}
+    output = answer(bound([7, 8], StructuredOutputs(json=schema)))
+    assert allows({"anyOf": schema["oneOf"]}, json.loads(output.text))
 
 
 # schemas and what they allow
@@ -263,7 +349,7 @@ def test_a_dead_end_ends_its_request_with_a_reason_and_no_other():
 
 
 def test_limits_that_are_exceeded_while_answering_end_the_request(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grammar_module, "LIMITS", LLParserLimits(step_max_items=60, verbose_errors=False))
+    monkeypatch.setattr(grammar_module, "LIMITS", LLParserLimits(step_max_items=200, verbose_errors=False))
     output = answer(bound([9], StructuredOutputs(grammar='start: s\ns: s s | "a" | "b"'), min_tokens=24))
     assert output.finish_reason == "error" and "grammar cannot be followed" in (output.error or "")
 

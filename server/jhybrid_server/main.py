@@ -90,7 +90,10 @@ def serve(
 def _engine(config: EngineConfig, startup: Startup) -> ServedEngine:
     from jhybrid.engine import Engine
 
-    return Engine(config, startup)
+    engine = Engine(config, startup)
+    if engine.intake.grammars is not None:
+        engine.intake.grammars.guard()
+    return engine
 
 
 async def _serve(desk: Desk, listening: Listening, drain_timeout: float, json_output: bool) -> int:

@@ -4,11 +4,13 @@ Unknown fields are refused by name, and so are known ones that this server has n
 What a value may be beyond its type is the engine's to say.
 """
 
+import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from jhybrid.errors import RequestError
 from jhybrid.request import MAX_LOGIT_BIAS, SCALARS, Request, SamplingParams
@@ -322,10 +324,32 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+        first, *others = error.errors(include_url=False, include_input=False)
+    beside = [fault for fault in others if fault["loc"][:1] == first["loc"][:1]]  # what else the field could have been
+    given = json.loads(raw) if first["loc"] else None
+    fault = max([first, *beside], key=lambda fault: len(_path(fault, given)))
+    path = _path(fault, given)
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     field = field[:200] or "body"
     if fault["type"] == "extra_forbidden":
         remedy = f"use {MOVED[field]}" if field in MOVED else "remove it"
         raise RequestError(field, f"is not a field that this server knows; {remedy}")
+    if fault["type"] == "json_invalid" and "recursion limit" in fault["msg"]:
+        raise RequestError(field, "is nested more than 200 levels deep; flatten it")
     raise RequestError(field, fault["msg"].removeprefix("Value error, "))
+
+
+def _has(given: Any, part: str | int) -> bool:
+    return part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
+
+
+def _path(fault: ErrorDetails, given: Any) -> list[str | int]:
+    """Where in the body a fault is, without pydantic's names of the kinds that it tried there."""
+    path: list[str | int] = []
+    for at, part in enumerate(fault["loc"]):
+        is_there = _has(given, part)
+        if is_there:
+            given = given[part]
+        if is_there or (fault["type"] == "missing" and at == len(fault["loc"]) - 1):
+            path.append(part)
+    return path

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from jhybrid.errors import ConfigError
+from jhybrid.errors import ConfigError, RequestError
 from jhybrid.tokenizer import ByteTokenizer
 from jhybrid_server import connections, http_server
 from jhybrid_server.http_server import HttpServer
 from jhybrid_server.keys import Keys
 from jhybrid_server.openai_answers import CompletionAnswers
+from jhybrid_server.openai_schema import ChatBody, CompletionBody, parse
 from tests.server.fake_engine import FakeEngine, answer_text
 from tests.server.http_client import Reply, ask, events, hang
 from tests.server.serving import Served, eventually, serving
@@ -334,6 +335,21 @@ def test_full_queue_is_429_with_retry_after(served: Served, engine: FakeEngine):
         each.close()
     eventually(lambda: idle(engine))
     assert complete(served).status == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionBody, {"prompt": "a", "structured_outputs": {"json": 3}}, "structured_outputs.json"),
+        (ChatBody, {"messages": [], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        (ChatBody, {"messages": [], "tool_choice": 3}, "tool_choice"),
+        (CompletionBody, {"prompt": "a", "stop": ["a", 3]}, "stop[1]"),
+    ],
+)
+def test_faults_have_the_names_of_the_body(kind: type, body: dict, param: str):
+    with pytest.raises(RequestError) as refused:
+        parse(kind, json.dumps(body).encode())
+    assert refused.value.field == param
 
 
 def test_several_prompts_are_queued_together_or_not_at_all(served: Served, engine: FakeEngine):
