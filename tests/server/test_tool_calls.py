@@ -1,5 +1,6 @@
 """Calls of tools and reasoning over HTTP and the `openai` package: written by a script, and bound on a real engine."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -80,6 +81,21 @@ def test_calls_whole_and_streamed(client: openai.OpenAI, engine: FakeEngine):
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls" and final.message.content == "Let me see."
     assert calls_of(final.message) == calls_of(whole.message)
+
+
+def test_calls_over_the_async_client(served: Served, engine: FakeEngine):
+    engine.script = b"Let me see.\n" + CALLS["hermes"].encode()
+    options: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": TOOLS}
+
+    async def work() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+            whole = client.chat.completions.create(**options)
+            async with client.chat.completions.stream(**options) as stream:
+                return [(await whole).choices[0], (await stream.get_final_completion()).choices[0]]
+
+    for choice in asyncio.run(work()):
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+        assert calls_of(choice.message) == [("get_weather", {"city": "Paris", "days": 2}), ("stop", {})]
 
 
 def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI, engine: FakeEngine):
