@@ -196,10 +196,11 @@ def test_two_engines_see_what_the_other_wrote_and_gave_up(tmp_path: Path):
         check(other, 1, 20)
 
 
-def test_data_that_no_manifest_names_go_at_the_second_look(tmp_path: Path):
+@pytest.mark.parametrize("place", ["data/ab.state.cd.77", "probe.ab.77"])
+def test_data_that_no_manifest_names_go_at_the_second_look(tmp_path: Path, place: str):
     with opened(tmp_path) as one:
         written(one, (1, 20))
-        stray = data(tmp_path, ".state.")[0].with_name("ab.state.cd.77")
+        stray = data(tmp_path, ".state.")[0].parents[1] / place
         stray.write_bytes(b"x" * 77)
         before = one.status()["bytes"]
         one.look()

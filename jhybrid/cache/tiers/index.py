@@ -130,7 +130,7 @@ class Index:
             for manifest, size in sorted(found, key=lambda f: f[0].written):
                 if manifest.key not in doomed:
                     self._add(manifest, size)
-            orphans = {key for key in keys if key.startswith("data/") and key not in self._references}
+            orphans = {key for key in keys if key.startswith(("data/", "probe.")) and key not in self._references}
             for key in orphans:
                 if key not in self._sizes:
                     self._sizes[key] = size_in(key)

@@ -45,7 +45,7 @@ class Store:
 
         Raises ConfigError if that cannot be; OSError or ValueError if it is out of order and may be well later.
         """
-        key, value = f"probe.{uuid.uuid4().hex}", b"probe"
+        key, value = f"probe.{uuid.uuid4().hex}.5", b"probe"  # who is killed here leaves it to the looks
         try:
             self.write(key, value)
             [found] = self.read_each([key])
