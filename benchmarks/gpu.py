@@ -7,12 +7,13 @@ rest goes on. `--small` shrinks all sizes, so that the script itself can be trie
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,9 @@ from jhybrid.config import EngineConfig
 from jhybrid.machine import machine
 from kernels_pallas.gpus import GPUS, Gpu
 from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.spans import Spans, make_spans
-from kernels_pallas.ssd import gpu as ssd_gpu
-from kernels_pallas.ssd import reference as ssd_reference
-from kernels_pallas.ssd import ssd
+from kernels_pallas.specs import Spec
+from kernels_pallas.target import Target
 
 HERE = Path(__file__).parent
 LAYERS = 4  # of an op in one program, so that starting it counts little
@@ -52,6 +51,11 @@ class Run:
     @property
     def left(self) -> float:
         return self.seconds - (time.perf_counter() - self.started)
+
+    def on(self, step: Spans) -> Spans:
+        """The spans of a step, to be run on the device at hand."""
+        capability = getattr(jax.devices()[0], "compute_capability", None)
+        return replace(step, target=Target(capability=capability))
 
     def attempt(self, name: str, needs: float, work: Callable[[], Any]) -> dict[str, Any]:
         """What `work` gives, with its seconds; or why there is nothing: it failed, or `needs` more than is left."""
@@ -92,75 +96,138 @@ def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(sum(shape)), shape, dtype)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def ssd_inputs(tokens: int, heads: int, width: int) -> Any:
-    head_dim, state = width
-    bc = normal(tokens, 8, state)
-    dt = jax.nn.softplus(normal(tokens, heads, dtype=jnp.float32) - 3)
-    return normal(tokens, heads, head_dim), dt, -jnp.ones(heads), bc, bc, jnp.ones(heads)
-
-
-SSD_FORMS: dict[str, Any] = {
-    "kernel": ssd_gpu.ssd,
-    "parallel": partial(ssd, implementation="parallel"),
-    "loops": partial(ssd, implementation="xla"),
-}
-
-
-def check_ssd(run: Run, name: str) -> dict[str, Any]:
-    """The greatest difference from the reference, on a step with a fork, a fresh sequence, padding and a snapshot."""
-    step = make_spans(
-        [1, 1, 1],
-        [3, 0, 5],
-        [0, 1, 0],
-        [0, 1, 2],
-        num_tokens=4,
-        num_seqs=4,
-        scratch_slot=6,
-        kind="decode",
-        snapshots={(1, 1): 4},
-    )
-    inputs, state = ssd_inputs(4, 8, (64, 128)), normal(14, 128, 512, dtype=jnp.float32)
-    run_it = jax.jit(partial(SSD_FORMS[name], base=7))
-    got, want = run_it(*inputs, state, step), ssd_reference.ssd(*inputs, state, step, base=7)
-    worst = max(
-        float(jnp.abs(got[0][:3] - want[0][:3]).astype(jnp.float32).max()),
-        float(jnp.abs(got[1][:13] - want[1][:13]).max()),
-    )
-    if not worst < 0.05:
-        raise AssertionError(f"differs from the reference by {worst}")
+def check(run: Run, op: str, spec: Spec, name: str) -> dict[str, Any]:
+    """The greatest difference from the reference: of what valid tokens get, and of the cache but its scratch row."""
+    module = importlib.import_module(f"kernels_pallas.{op}")
+    (*inputs, cache, step), options = spec.build(0)
+    answers = []
+    for which in ("reference", name):
+        held = jnp.array(cache)  # not to be given away twice
+        answers.append(getattr(module, op)(*inputs, held, run.on(step), **options, implementation=which))
+    valid, scratch = int(step.num_tokens), options.get("base", 0) + (spec.rows or len(cache)) - 1
+    (want, want_cache), (got, got_cache) = answers
+    pairs = [(got[:valid], want[:valid]), (got_cache.at[scratch].set(0), want_cache.at[scratch].set(0))]
+    worst = 0.0
+    for ours, theirs in pairs:
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        if not np.array_equal(np.isnan(ours), np.isnan(theirs)):
+            raise AssertionError("NaN where the reference has none, or none where it has")
+        worst = max(worst, float(np.nanmax(np.abs(ours - theirs), initial=0.0)))
+    if not worst <= spec.atol:
+        raise AssertionError(f"differs from the reference by {worst}, which may be {spec.atol}")
     return {"worst": worst}
 
 
-def time_ssd(run: Run, name: str, batch: int) -> dict[str, Any]:
-    heads, head_dim, state = (8, 16, 64) if run.small else (64, 64, 128)
-    rows, step = batch + 1, spans([1] * batch, [5] * batch)
+def checks(run: Run) -> Iterator[tuple[str, float, Callable[[], Any]]]:
+    """Every kernel, and every form in plain JAX for GPUs, on all cases of its op that it takes."""
+    for op in OPS:
+        module = importlib.import_module(f"kernels_pallas.{op}")
+        specs = importlib.import_module(f"kernels_pallas.{op}.specs").SPECS
+        for name in ("gpu", "parallel"):
+            if name not in module.IMPLEMENTATIONS:
+                continue
+            for spec in specs[:: 20 if run.small else 1]:
+                (*inputs, step), options = spec.build(0)
+                taken = partial(module.IMPLEMENTATIONS[name], **options)
+                hopper = replace(step, target=Target(capability="9.0"))  # what a kernel takes, told without a card
+                try:
+                    jax.eval_shape(taken, *inputs, hopper)
+                except NotImplementedError:
+                    continue
+                if step.kind != "dense":
+                    yield f"{op} {name}: {spec.name}", 3, partial(check, run, op, spec, name)
 
-    def layers(held: Any, inputs: Any, step: Spans) -> Any:
-        x, *others = inputs
-        for layer in range(LAYERS):
-            x, held = SSD_FORMS[name](x, *others, held, step, base=layer * rows)
-        return held, x
 
-    held = jnp.zeros((LAYERS * rows, state, heads * head_dim))
-    inputs = ssd_inputs(batch, heads, (head_dim, state))
-    seconds = timed(jax.jit(layers, donate_argnums=0), held, inputs, step) / LAYERS
-    return floors(run, seconds, 2 * batch * state * heads * head_dim * 4)
+@dataclass(frozen=True)
+class Sizes:
+    """Of one op at work: arguments before the cache, the cache's shape of a layer, bytes and operations of a call."""
+
+    inputs: tuple[Any, ...]
+    cache: Any
+    moved: float
+    flops: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def time_attention(run: Run, name: str, batch: int) -> dict[str, Any]:
-    context, heads, kv_heads, dim = (64, 4, 2, 16) if run.small else (4096, 32, 8, 128)
-    per_seq = context // 16
-    step, rows = spans([1] * batch, [context - 1] * batch, per_seq), batch * per_seq + 1
-    q, kv = normal(batch, heads, dim), normal(batch, kv_heads, dim)
+def ssd_sizes(run: Run, step: Spans) -> Sizes:
+    heads, head_dim, state, groups = (4, 64, 64, 1) if run.small else (64, 64, 128, 8)
+    (tokens,), seqs = step.token_seq.shape, step.num_seqs
+    bc, dt = normal(tokens, groups, state), jax.nn.softplus(normal(tokens, heads, dtype=jnp.float32) - 3)
+    x = normal(tokens, heads, head_dim)
+    states = 2 * seqs * state * heads * head_dim * 4
+    flops = 0.0 if step.kind == "decode" else 2.0 * tokens * heads * (64 * state + 64 * head_dim + 2 * state * head_dim)
+    inputs = (x, dt, -jnp.ones(heads), bc, bc, jnp.ones(heads))
+    cache = jnp.zeros((seqs + 1, state, heads * head_dim))
+    return Sizes(inputs, cache, states + 4.0 * (x.size + bc.size), flops)
 
-    def once(pages: Any, q: Any, kv: Any, step: Spans) -> Any:
-        o, pages = paged_attention(q, kv, kv, pages, step, scale=0.1, implementation=name)
-        return pages, o
 
-    pages = jnp.zeros((rows, 16, 2 * kv_heads * dim), jnp.bfloat16)
-    seconds = timed(jax.jit(once, donate_argnums=0), pages, q, kv, step)
-    return floors(run, seconds, batch * context * 2 * kv_heads * dim * 2)
+def gated_delta_sizes(run: Run, step: Spans) -> Sizes:
+    key_heads, heads, dim = (2, 2, 64) if run.small else (16, 32, 128)
+    (tokens,), seqs = step.token_seq.shape, step.num_seqs
+    k, v, g = normal(tokens, key_heads, dim) / dim**0.5, normal(tokens, heads, dim), -jnp.ones((tokens, heads)) / 8
+    flops = 0.0 if step.kind == "decode" else 2.0 * tokens * heads * (4 * 64 * dim + 4 * dim * dim)
+    state = jnp.zeros((seqs + 1, heads, dim, dim))
+    inputs = (k, k, v, g, jnp.ones((tokens, heads)) / 2)
+    return Sizes(inputs, state, 2.0 * seqs * state[0].size * 4, flops)
+
+
+def selective_scan_sizes(run: Run, step: Spans) -> Sizes:
+    channels, state = (128, 16) if run.small else (8192, 16)
+    (tokens,), seqs = step.token_seq.shape, step.num_seqs
+    bc, dt = normal(tokens, state), jax.nn.softplus(normal(tokens, channels, dtype=jnp.float32) - 3)
+    inputs = (normal(tokens, channels), dt, -jnp.ones((channels, state)), bc, bc, jnp.ones(channels))
+    moved = 2.0 * seqs * state * channels * 4 + tokens * channels * 8
+    return Sizes(inputs, jnp.zeros((seqs + 1, state, channels)), moved)
+
+
+def causal_conv_sizes(run: Run, step: Spans) -> Sizes:
+    channels = 256 if run.small else 6144
+    (tokens,), seqs = step.token_seq.shape, step.num_seqs
+    inputs = (normal(tokens, channels), normal(channels, 4), None)
+    moved = 2 * 4 * seqs * channels * 2 + 2 * tokens * channels * 2
+    return Sizes(inputs, jnp.zeros((seqs + 1, 4, channels), jnp.bfloat16), moved)
+
+
+def paged_attention_sizes(run: Run, step: Spans) -> Sizes:
+    heads, kv_heads, dim = (4, 2, 64) if run.small else (32, 8, 128)
+    (tokens,), seqs = step.token_seq.shape, step.num_seqs
+    q, kv = normal(tokens, heads, dim), normal(tokens, kv_heads, dim)
+    context = int(np.asarray(step.first_pos)[0] + np.asarray(step.query_start)[1])
+    pages = jnp.zeros((step.page_table.size + 1, 16, 2 * kv_heads * dim), jnp.bfloat16)
+    seen = context - tokens / seqs / 2
+    flops = 4.0 * tokens * seen * heads * dim if step.kind != "decode" else 0.0
+    return Sizes((q, kv, kv), pages, 2.0 * seqs * context * 2 * kv_heads * dim, flops, {"scale": 0.1})
+
+
+SIZES: dict[str, Callable[[Run, Spans], Sizes]] = {
+    "ssd": ssd_sizes,
+    "gated_delta": gated_delta_sizes,
+    "selective_scan": selective_scan_sizes,
+    "causal_conv": causal_conv_sizes,
+    "paged_attention": paged_attention_sizes,
+}
+OPS = tuple(SIZES)
+
+
+def time_op(run: Run, op: str, name: str, lens: list[int], cached: int) -> dict[str, Any]:
+    """An op in LAYERS layers of one program, in the form `name`: sequences of `lens` tokens after `cached` each."""
+    function = getattr(importlib.import_module(f"kernels_pallas.{op}"), op)
+    pages = -(-(cached + max(lens)) // 16) if op == "paged_attention" else 1
+    step = run.on(spans(lens, [cached] * len(lens), pages))
+    sizes = SIZES[op](run, step)
+    rows, (first, *others) = len(sizes.cache), sizes.inputs
+    layers = 1 if op == "paged_attention" else LAYERS  # a cache of several would be larger than the card
+
+    def several(held: Any, first: Any, others: Any, step: Spans) -> Any:
+        for layer in range(layers):
+            options = sizes.options | {"base": layer * rows, "implementation": name}
+            y, held = function(first, *others, held, step, **options)
+            first += y.mean().astype(first.dtype)  # so that no layer can be left out
+        return held, first
+
+    held = jnp.zeros((layers * rows, *sizes.cache.shape[1:]), sizes.cache.dtype)
+    seconds = timed(jax.jit(several, donate_argnums=0), held, first, others, step) / layers
+    return floors(run, seconds, sizes.moved, sizes.flops)
 
 
 def time_experts(run: Run, tokens: int) -> dict[str, Any]:
@@ -244,19 +311,17 @@ def two_billion() -> dict[str, Any]:
 
 def sections(run: Run) -> Iterator[tuple[str, list[tuple[str, float, Callable[[], Any]]]]]:
     """Title -> pieces: name, least seconds, work. The most telling ones first."""
-    batches = [1, 2] if run.small else [1, 32, 64, 128, 256]
+    batches = [1, 2] if run.small else [1, 64, 256]
     served = [1, 2] if run.small else [1, 32, 128, 256]
-    yield "checks", [(f"ssd {name}", 15, partial(check_ssd, run, name)) for name in SSD_FORMS]
-    fast = [name for name in SSD_FORMS if name != "loops"]
-    yield (
-        "ssd decode",
-        [(f"{name}, batch {b}", 15, partial(time_ssd, run, name, b)) for b in batches for name in fast]
-        + [(f"loops, batch {batches[1]}", 20, partial(time_ssd, run, "loops", batches[1]))],
-    )
-    yield (
-        "attention decode, 4096 positions",
-        [(f"{n}, batch {b}", 15, partial(time_attention, run, n, b)) for b in batches[1:] for n in ("parallel", "xla")],
-    )
+    yield "checks", list(checks(run))
+    cached, prompt = (40, 70) if run.small else (4095, 2048)
+    for op in OPS:
+        has = importlib.import_module(f"kernels_pallas.{op}").IMPLEMENTATIONS
+        forms = [name for name in ("gpu", "parallel") if name in has]
+        timings = [(f"{name}, {b} tokens", name, [1] * b) for b in batches for name in forms]
+        timings += [(f"{name}, prompt of {prompt}", name, [prompt]) for name in (*forms, "xla")]
+        timings += [(f"xla, {batches[1]} tokens", "xla", [1] * batches[1])]
+        yield op, [(title, 15, partial(time_op, run, op, name, lens, cached)) for title, name, lens in timings]
     tokens = [1, 4] if run.small else [1, 64, 2048]
     yield "experts, 128 of which 6", [(f"{t} tokens", 15, partial(time_experts, run, t)) for t in tokens]
     small = json.loads((HERE / "models" / "granite_h_156m" / "config.json").read_text())

@@ -13,7 +13,7 @@ PREFIX = "JHYBRID_"
 """Of environment variables that are settings of `jhybrid serve`."""
 RESERVED = ("JHYBRID_CACHE_DIR",)
 """Those that every command reads."""
-IMPLEMENTATIONS = ("auto", "parallel", "reference", "tpu", "xla")
+IMPLEMENTATIONS = ("auto", "gpu", "parallel", "reference", "tpu", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 
@@ -75,8 +75,8 @@ class EngineConfig:
     chunk_size: int = 64
     """Tokens of one chunk of the recurrent scans."""
     attention_impl: str = "auto"
-    """Implementation of attention: auto | tpu | xla | parallel | reference. auto is the device's own, or xla where
-    that does not support the model; a named one refuses instead."""
+    """Implementation of attention: auto | tpu | gpu | parallel | xla | reference. auto is the device's own, or the next
+    best where that does not support the model; a named one refuses instead."""
     ssm_impl: str = "auto"
     """The same for the ops with recurrent state: scans, delta rule and convolution."""
     tensor_parallel_size: int = 1

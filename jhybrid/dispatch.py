@@ -9,10 +9,13 @@ from kernels_pallas.chips import chip_of
 from kernels_pallas.target import Target
 
 
-def target_of(config: EngineConfig, device_kind: str) -> Target:
-    """Where the ops of a step run and with which implementations, on a device of that kind."""
+def target_of(config: EngineConfig, device_kind: str, capability: str | None = None) -> Target:
+    """Where the ops of a step run and with which implementations, on a device of that kind.
+
+    `capability` is an NVIDIA GPU's compute capability, as "9.0".
+    """
     attention, ssm = (None if impl == "auto" else impl for impl in (config.attention_impl, config.ssm_impl))
-    return Target(chip_of(device_kind), attention, ssm)
+    return Target(chip_of(device_kind), attention, ssm, capability=capability)
 
 
 @contextmanager

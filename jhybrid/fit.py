@@ -41,11 +41,12 @@ class Site:
     kind: str  # what `jax.Device.device_kind` says
     memory: int  # bytes of each device
     mesh: Callable[[], Mesh | None]  # None: the first device that is really here
+    capability: str | None = None  # an NVIDIA GPU's compute capability
 
     @classmethod
     def gpu(cls, gpu: Gpu) -> "Site":
         """One GPU that need not be there."""
-        return cls(gpu.name, "gpu", gpu.kind, gpu.memory, lambda: make_mesh([gpu.device()]))
+        return cls(gpu.name, "gpu", gpu.kind, gpu.memory, lambda: make_mesh([gpu.device()]), gpu.capability)
 
     @classmethod
     def slice(cls, slice_: Slice, config: EngineConfig) -> "Site":
@@ -71,7 +72,9 @@ class Site:
     def here(cls, config: EngineConfig) -> "Site":
         """The devices of this machine."""
         mesh, device = mesh_of(config), jax.devices()[0]
-        return cls("this machine", device.platform, device.device_kind, device_bytes_free(mesh), lambda: mesh)
+        capability = getattr(device, "compute_capability", None)
+        memory = device_bytes_free(mesh)
+        return cls("this machine", device.platform, device.device_kind, memory, lambda: mesh, capability)
 
 
 class Fit:
@@ -106,6 +109,7 @@ class Fit:
             vocab_size=self._model.vocab_size,
             max_model_len=choose_max_model_len(config, self._model),
             device_kind=self.site.kind,
+            capability=self.site.capability,
             available=int(self.site.memory * config.memory_share(self.site.platform)),
             executables=executables,
             startup=Startup(),
@@ -142,6 +146,7 @@ class Fit:
                     "scratch": analysis.temp_size_in_bytes,
                     "arguments": analysis.argument_size_in_bytes,
                     "updated_in_place": analysis.alias_size_in_bytes,
+                    "kernels": program.as_text().count('custom_call_target="mosaic_gpu'),
                 }
             )
         facts = {"site": self.site.name, "num_parameters": self.num_parameters, "dtype": self.dtype}

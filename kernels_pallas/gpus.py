@@ -37,6 +37,7 @@ class Gpu:
     memory: int
     bandwidth: float  # bytes of device memory
     matrix_flops: float  # bfloat16, dense
+    capability: str = "9.0"  # what `jax.Device.compute_capability` says
 
     def device(self) -> Any:
         """A device to compile for, on which nothing can run. ModuleNotFoundError without the plugin's wheels."""

@@ -8,11 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.target import Target
+
 MATRIX = plgpu.Layout.WGMMA  # [64 n, 8 m]: as the tensor cores hold accumulators
 OF_ROWS, OF_COLUMNS = MATRIX.reduce(1), MATRIX.reduce(0)  # what is one number per row, or per column, of such a matrix
+
+
+def strided(size: int) -> Any:
+    """The layout of a vector in which neighbouring threads have neighbouring numbers; `size` a multiple of 128."""
+    return plgpu.Layout.WG_STRIDED((size,), size // 128)
 
 
 def launch(
@@ -23,10 +31,12 @@ def launch(
     out: Any = (),
     scratch: Mapping[str, Any],
     interpret: Any = None,
+    approximate: bool = False,
 ) -> Any:
     """Run `body(*arguments, *outputs, **scratch)` for each point of the grid, in a thread block of one warpgroup.
 
-    `out` is a pytree of shapes. `interpret` is None, or the simulator's parameters (see `simulator`).
+    `out` is a pytree of shapes. `interpret` is None, or the simulator's parameters (see `simulator`). `approximate`
+    allows the chip's own instructions for exponentials and the like.
     """
 
     def with_scratch(*refs: Any) -> None:
@@ -37,11 +47,20 @@ def launch(
         with_scratch,
         out_type=out,
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
-        compiler_params=plgpu.CompilerParams(),
+        # Lane: what 0.10 does by itself. The inference of layouts that is the default since gives up on some kernels.
+        compiler_params=plgpu.CompilerParams(approx_math=approximate, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=False if interpret is None else interpret,
         name=body.__name__,
     )
     return kernel(*arguments)
+
+
+def for_hopper(target: Target) -> None:
+    """NotImplementedError on everything else: the kernels were compiled for nothing else."""
+    if target.capability != "9.0":
+        raise NotImplementedError(f"compute capability {target.capability}: the kernels are for Hopper, which has 9.0")
+    if not jax.sharding.get_abstract_mesh().empty:
+        raise NotImplementedError("within a mesh: the kernels were not compiled for one so far")
 
 
 def simulator(*, detect_races: bool = True) -> Any:
@@ -57,6 +76,41 @@ def races_seen() -> bool:
 
     races = gpu_callbacks.get_races()
     return bool(races.races_found)
+
+
+def operand(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    """Shared memory for matrices [..., m, n] that the tensor cores take; n a multiple of 64, m of 8."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def transposed(ref: Any) -> Any:
+    """A matrix in shared memory the other way round, as an operand of `wgmma`."""
+    if hasattr(plgpu, "transpose_ref"):
+        return plgpu.transpose_ref(ref, (1, 0))  # 0.10
+    return ref.transpose((1, 0))
+
+
+def product(a: Any, b: Any) -> jax.Array:
+    """a @ b in float32 and layout MATRIX, by the tensor cores; both are operands.
+
+    The simulator knows neither accumulators that begin with a value nor operands in registers: so none has either.
+    """
+
+    def multiply(total: Any) -> Any:
+        plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def matrix(value: float, *shape: int, layout: Any = MATRIX) -> jax.Array:
+    """Float32 `value` everywhere, in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def index(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """[m, n] int32 in layout MATRIX: which row, or column, each entry is in."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

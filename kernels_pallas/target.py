@@ -1,24 +1,31 @@
 """Target: where the ops of a step run, and which implementation of each. Spans carry it, as a static field."""
 
 from dataclasses import dataclass
-
-from jax.experimental.pallas import tpu as pltpu
+from typing import Any
 
 from kernels_pallas.chips import Chip
 
 
 @dataclass(frozen=True)
 class Target:
-    """The chip kernels are compiled for, and the implementations that are forced.
+    """The device that kernels are compiled for, and the implementations that are forced.
 
-    An op tries its implementations in order, the chip's own first, and falls to the next where one raises
+    An op tries its implementations in order, the device's own first, and falls to the next where one raises
     NotImplementedError; a forced one refuses instead.
     """
 
-    chip: Chip | None = None  # None: no accelerator that has kernels of its own
+    chip: Chip | None = None  # the TPU; None elsewhere
     attention: str | None = None  # forced for paged_attention
     ssm: str | None = None  # forced for the ops with recurrent state
-    simulate: pltpu.InterpretParams | None = None  # run TPU kernels in the simulator
+    simulate: Any = None  # parameters of the simulator of TPU, or GPU, kernels, to run them in it
+    capability: str | None = None  # the NVIDIA GPU's compute capability, as "9.0"; None elsewhere
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The names of implementations to try, in order."""
+        if self.chip is not None:
+            return ("tpu", "xla")
+        return ("gpu", "parallel", "xla") if self.capability is not None else ("xla",)
 
 
 NO_ACCELERATOR = Target()

@@ -296,12 +296,12 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked
         router, dtype = model.router, config.snapshot_dtype
         packed = None if dtype == "auto" else bytes_per_snapshot(router, dtype)  # pyright: ignore[reportArgumentType]
         check_tiers(config, model, router.bytes_per_page, packed or router.bytes_per_slot)  # before what takes time
+    device = jax.devices()[0] if model.mesh is None else model.mesh.devices.flat[0]
     free = device_bytes_free(model.mesh) + tree_bytes(model.params)
     if config.bundle is None:
         executables = Executables(config.compilation_cache(), model.mesh)
     else:
-        here = jax.devices()[0] if model.mesh is None else model.mesh.devices.flat[0]
-        told = identity(config, model.config, model.dtype, here, max_parked)
+        told = identity(config, model.config, model.dtype, device, max_parked)
         executables = Bundle(Path(config.bundle), model.mesh, told)
     programs = make_programs(
         config,
@@ -310,7 +310,8 @@ def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked
         model.router,
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
-        device_kind=jax.devices()[0].device_kind,
+        device_kind=device.device_kind,
+        capability=getattr(device, "compute_capability", None),
         available=int(free * config.memory_share(jax.default_backend())),
         executables=executables,
         startup=startup,
@@ -330,6 +331,7 @@ def make_programs(
     vocab_size: int,
     max_model_len: int,
     device_kind: str,
+    capability: str | None,
     available: int,
     executables: Executables,
     startup: Startup,
@@ -351,7 +353,7 @@ def make_programs(
         pages_per_seq=-(-max_model_len // config.page_size),
         num_pages=config.num_pages,
         chunk_size=config.chunk_size,
-        target=target_of(config, device_kind),
+        target=target_of(config, device_kind, capability),
         available=available,
         executables=executables,
         startup=startup,

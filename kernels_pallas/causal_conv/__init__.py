@@ -10,10 +10,11 @@ import jax
 from jax import Array
 
 from kernels_pallas.causal_conv import parallel, reference, tpu, xla
-from kernels_pallas.implementations import run
+from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
+    "gpu": imported_when_run("kernels_pallas.causal_conv.gpu", "causal_conv"),
     "parallel": parallel.causal_conv,
     "reference": reference.causal_conv,
     "tpu": tpu.causal_conv,

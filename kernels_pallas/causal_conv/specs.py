@@ -51,6 +51,8 @@ _TPU_MIXED = ragged(
     snapshots={(0, 8): 5, (1, 1): 6, (2, 1): 7},
 )  # fmt: skip
 
+_GPU_DECODE = decode([3, 0, 1, 3], 5, read=[0, 1, 2, 0], write=[0, 1, 2, 4], snapshots={(0, 1): 5, (1, 1): 6})
+
 SPECS = [
     _case("one-sequence", ragged([16], [0])),
     _case("shorter-than-taps", ragged([2, 1, 3], [0, 0, 0])),
@@ -77,6 +79,8 @@ SPECS = [
     _case("tpu-mixed-2-taps-no-activation-no-bias", _MIXED, **_TPU_SLOW, taps=2, activation=None, bias=False),
     _case("tpu-decode", decode([3, 0, 1], 4, read=[0, 1, 0], write=[0, 1, 4], snapshots={(0, 1): 5}), **_TPU_SLOW),
     _case("tpu-decode-bfloat16", decode([3, 0], 4), **_TPU_SLOW, **_BF16),
+    _case("gpu-decode", _GPU_DECODE, width=256, layer=1, slow=True),
+    _case("gpu-decode-2-taps", decode([3, 0], 3), width=128, taps=2, activation=None, bias=False, slow=True, **_BF16),
     _case("dense", dense_spans(2, 11)),
     _case("dense-shorter-than-taps", dense_spans(3, 2), bias=False),
     _case("dense-bfloat16", dense_spans(2, 11), **_BF16),

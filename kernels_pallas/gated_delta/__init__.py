@@ -11,10 +11,11 @@ import jax
 from jax import Array
 
 from kernels_pallas.gated_delta import parallel, reference, xla
-from kernels_pallas.implementations import run
+from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
+    "gpu": imported_when_run("kernels_pallas.gated_delta.gpu", "gated_delta"),
     "parallel": parallel.gated_delta,
     "reference": reference.gated_delta,
     "xla": xla.gated_delta,

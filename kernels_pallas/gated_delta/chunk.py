@@ -26,22 +26,51 @@ def chunk_update(
     q, k [Hk,Q,dk], v [H,Q,dv], g [H,Q,1] or [H,Q,dk], beta [H,Q,1]. Tokens at or past `length` may be another
     sequence's, NaN among them, and are cut off here.
     """
-    Q, H = q.shape[1], v.shape[0]
-    valid = (jnp.arange(Q) < length)[:, None]
-    q, k, v, g, beta = (jnp.where(valid, a, 0.0) for a in (q, k, v, g, beta))
+    q, k, v, g, beta = _within(length, q, k, v, g, beta)
+    mixed, queries, reading, keys, kept = _inside(q, k, g, v.shape[0])
+    Q = q.shape[1]
+    read = _product(jnp.concatenate([queries, reading], axis=1), S)  # [H, 2Q, dv]
+    u = solve_unit_lower(beta * mixed[:, Q:], beta * (v - read[:, Q:]))
+    return read[:, :Q] + _product(mixed[:, :Q], u), S * kept + _product(keys, u)
+
+
+def affine_chunk(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, length: Array | int
+) -> tuple[Array, Array, Array, Array]:
+    """A chunk before its state is known: o + reads S are the outputs, passes S + adds the states after it.
+
+    Arguments as of `chunk_update`; gives o [H,Q,dv], reads [H,Q,dk], passes [H,dk,dk], adds [H,dk,dv].
+    """
+    q, k, v, g, beta = _within(length, q, k, v, g, beta)
+    mixed, queries, reading, keys, kept = _inside(q, k, g, v.shape[0])
+    Q, dv = q.shape[1], v.shape[2]
+    u = solve_unit_lower(beta * mixed[:, Q:], beta * jnp.concatenate([v, reading], axis=2))
+    added, lost = u[:, :, :dv], u[:, :, dv:]  # the u of a chunk are added - lost S
+    passes = jnp.eye(k.shape[2]) * kept - _product(keys, lost)
+    return _product(mixed[:, :Q], added), queries - _product(mixed[:, :Q], lost), passes, _product(keys, added)
+
+
+def _within(length: Array | int, *tokens: Array) -> tuple[Array, ...]:
+    """Each of `tokens` [heads,Q,...] with zeros from token `length` on."""
+    valid = (jnp.arange(tokens[0].shape[1]) < length)[:, None]
+    return tuple(jnp.where(valid, a, 0.0) for a in tokens)
+
+
+def _inside(q: Array, k: Array, g: Array, heads: int) -> tuple[Array, Array, Array, Array, Array]:
+    """What does not depend on values and states.
+
+    Products of queries and keys with the keys up to theirs [H,2Q,Q]; queries and keys as they read the state before the
+    chunk [H,Q,dk]; keys as they are added to the state after it [H,dk,Q]; and what is kept of it [H,dk or 1,1].
+    """
+    Q = q.shape[1]
     sums = split_cumsum(g)
     total = _at(sums, Q - 1, Q)
     zero = (jnp.zeros_like(total[0]), jnp.zeros_like(total[1]))
-
-    # Queries and keys in one product each: what they read of the keys before them, and of the state.
-    products = _decayed_products(jnp.concatenate([q, k], axis=1), k, sums)  # [H, 2Q, Q]
-    q, k = (jnp.repeat(a, H // k.shape[0], axis=0) for a in (q, k))  # [H, Q, dk]
+    products = _decayed_products(jnp.concatenate([q, k], axis=1), k, sums)
+    q, k = (jnp.repeat(a, heads // k.shape[0], axis=0) for a in (q, k))  # [H, Q, dk]
     from_start = decay_between(sums, zero)
-    read = _product(jnp.concatenate([q * from_start, k * from_start], axis=1), S)  # [H, 2Q, dv]
-    u = solve_unit_lower(beta * products[:, Q:], beta * (v - read[:, Q:]))
-    o = read[:, :Q] + _product(products[:, :Q], u)
-    keys = jnp.swapaxes(k * decay_between(total, sums), 1, 2)
-    return o, S * jnp.swapaxes(decay_between(total, zero), 1, 2) + _product(keys, u)
+    keys, kept = (jnp.swapaxes(a, 1, 2) for a in (k * decay_between(total, sums), decay_between(total, zero)))
+    return products, q * from_start, k * from_start, keys, kept
 
 
 def solve_unit_lower(A: Array, b: Array) -> Array:

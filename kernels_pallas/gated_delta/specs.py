@@ -24,6 +24,7 @@ def _case(
     decay: tuple[float, ...] = (0.05,),  # typical -g of the heads, in turn
     most_beta: float = 1.0,
     atol: float = 2e-5,
+    slow: bool = False,
 ) -> Spec:
     T, (Hk, H), (dk, dv) = spans.token_seq.shape[0], heads, dims
 
@@ -47,13 +48,16 @@ def _case(
         )
         return args, {"base": layer * ROWS}
 
-    return Spec(name, build, atol, rows=ROWS)
+    return Spec(name, build, atol, rows=ROWS, slow=slow)
 
 
 _MIXED = ragged([5, 1, 19, 3], [0, 7, 4, 0])
 _LONG = ragged([70], [5], 64)
 _ALL_RATES = (1e-4, 0.05, 3.0, 500.0)
-_CHANNELS = {"by_channel": True, "heads": (4, 4)}
+_CHANNELS: dict[str, Any] = {"by_channel": True, "heads": (4, 4)}
+
+_GPU: dict[str, Any] = {"slow": True, "atol": 0.05}
+_GPU_DECODE = decode([3, 0, 1, 3], 5, read=[0, 1, 2, 0], write=[0, 1, 2, 4], snapshots={(0, 1): 5, (1, 1): 6})
 
 SPECS = [
     _case("one-sequence", ragged([16], [0], 16)),
@@ -93,6 +97,8 @@ SPECS = [
     _case("decode-bfloat16-state", decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
     _case("decode-all-rates-of-decay", decode([3, 9, 1], 4), decay=_ALL_RATES),
     _case("decode-channels", decode([3, 0, 1], 4), decay=_ALL_RATES, **_CHANNELS),
+    _case("gpu-decode", _GPU_DECODE, dims=(64, 32), decay=_ALL_RATES, layer=1, slow=True),
+    _case("gpu-decode-channels", decode([3], 1), dims=(128, 16), state_dtype=jnp.bfloat16, **_CHANNELS, **_GPU),
     _case("dense", dense_spans(2, 64)),
     _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
     _case("dense-short-heads3", dense_spans(2, 5), heads=(3, 3), dims=(5, 7)),

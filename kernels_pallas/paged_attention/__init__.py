@@ -5,11 +5,12 @@ from functools import partial
 import jax
 from jax import Array
 
-from kernels_pallas.implementations import run
+from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.paged_attention import parallel, reference, tpu, xla
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
+    "gpu": imported_when_run("kernels_pallas.paged_attention.gpu", "paged_attention"),
     "parallel": parallel.paged_attention,
     "reference": reference.paged_attention,
     "tpu": tpu.paged_attention,

@@ -98,6 +98,10 @@ _TPU_MIXED: dict[str, Any] = {
 _TPU_128: dict[str, Any] = {"heads": (12, 2, 128), "page": 128}
 _TPU_64: dict[str, Any] = {"heads": (8, 1, 64), "page": 64}
 _SLOW: dict[str, Any] = {"tpu": True, "slow": True}
+_GPU: dict[str, Any] = {"page": 16, "dtype": "bfloat16", "atol": 3e-2, "slow": True}
+_GPU_32: dict[str, Any] = _GPU | {"page": 32}
+_GPU_64: dict[str, Any] = _GPU | {"page": 64}
+_GPU_128: dict[str, Any] = _GPU | {"page": 128}
 
 SPECS = [
     _paged("prefill", [11], [0]),
@@ -128,6 +132,29 @@ SPECS = [
     _paged("values_are_keys", [1, 13, 1, 20], [7, 0, 30, 6], heads=(4, 1, 12), values=False, layers=2, layer=1),
     _paged("values_are_keys_two_heads", [9, 3], [0, 5], values=False, num_tokens=16, num_seqs=3),
     _paged("decode_values_are_keys", [1] * 3, [300, 0, 2], kind="decode", page=16, heads=(4, 1, 12), values=False),
+    _paged("gpu_decode_long", [1] * 3, [700, 0, 31], kind="decode", heads=(4, 1, 64), num_tokens=4, num_seqs=4, **_GPU),
+    _paged(
+        "gpu_decode_window",
+        [1, 1],
+        [130, 63],
+        kind="decode",
+        heads=(4, 2, 256),
+        sliding_window=70,
+        **_GPU_32,
+    ),
+    _paged("gpu_mixed_cap", [1, 40, 5], [7, 100, 0], heads=(8, 1, 64), soft_cap=2.0, **_GPU_64),
+    _paged(
+        "gpu_mixed_window",
+        [21, 1],
+        [70, 200],
+        heads=(6, 2, 128),
+        sliding_window=50,
+        layers=2,
+        layer=1,
+        num_tokens=24,
+        num_seqs=3,
+        **_GPU_128,
+    ),
     _paged("tpu_mixed", *_TPU_LENS, **_TPU_MIXED, tpu=True),
     _paged("tpu_mixed_head_64_window", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 2, 64)}, sliding_window=70, **_SLOW),
     _paged("tpu_mixed_head_256_cap", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 4, 256)}, soft_cap=2.0, **_SLOW),

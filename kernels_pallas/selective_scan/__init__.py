@@ -8,11 +8,12 @@ from functools import partial
 import jax
 from jax import Array
 
-from kernels_pallas.implementations import run
+from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.selective_scan import parallel, reference, xla
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
+    "gpu": imported_when_run("kernels_pallas.selective_scan.gpu", "selective_scan"),
     "parallel": parallel.selective_scan,
     "reference": reference.selective_scan,
     "xla": xla.selective_scan,

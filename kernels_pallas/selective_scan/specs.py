@@ -21,6 +21,7 @@ def _case(
     state_dtype: Any = jnp.float32,
     dt_bias: tuple[float, ...] = (-3.0,),  # of the channels, in turn
     atol: float = 2e-5,
+    slow: bool = False,
 ) -> Spec:
     T = spans.token_seq.shape[0]
 
@@ -41,11 +42,14 @@ def _case(
         )
         return args, {"base": layer * ROWS}
 
-    return Spec(name, build, atol, rows=ROWS)
+    return Spec(name, build, atol, rows=ROWS, slow=slow)
 
 
 _MIXED = ragged([5, 1, 19, 3], [0, 7, 4, 0])
 _ALL_RATES = (-9.0, -3.0, 2.0, 120.0)
+
+_GPU_DECODE = decode([3, 0, 1], 4, snapshots={(0, 1): 5})
+_GPU_MIXED = ragged([9, 1, 3, 1], [0, 4, 2, 6], read=[0, 1, 2, 2], write=[0, 1, 2, 4], snapshots={(0, 8): 5, (1, 1): 6})
 
 SPECS = [
     _case("one-sequence", ragged([16], [0], 16)),
@@ -76,6 +80,8 @@ SPECS = [
     _case("decode-last-layer", decode([3, 9, 1], 4), channels=5, state_size=3, layer=2),
     _case("decode-bfloat16-state", decode([3, 9, 1], 4), state_dtype=jnp.bfloat16, atol=0.05),
     _case("decode-all-rates-of-decay", decode([3, 9, 1], 4), dt_bias=_ALL_RATES, atol=2e-3),
+    _case("gpu-mixed", _GPU_MIXED, channels=128, state_size=4, layer=1, slow=True),
+    _case("gpu-decode", _GPU_DECODE, channels=128, state_dtype=jnp.bfloat16, atol=0.05, slow=True),
     _case("dense", dense_spans(2, 64)),
     _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
     _case("dense-short", dense_spans(2, 5), channels=5, state_size=3),

@@ -8,11 +8,17 @@ from functools import partial
 import jax
 from jax import Array
 
-from kernels_pallas.implementations import run
+from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd import parallel, reference, tpu, xla
 
-IMPLEMENTATIONS = {"parallel": parallel.ssd, "reference": reference.ssd, "tpu": tpu.ssd, "xla": xla.ssd}
+IMPLEMENTATIONS = {
+    "gpu": imported_when_run("kernels_pallas.ssd.gpu", "ssd"),
+    "parallel": parallel.ssd,
+    "reference": reference.ssd,
+    "tpu": tpu.ssd,
+    "xla": xla.ssd,
+}
 
 
 @partial(jax.jit, static_argnames=("implementation",))

@@ -63,6 +63,12 @@ _TPU_MIXED = ragged(
     snapshots={(0, 8): 5, (1, 1): 6, (2, 9): 7},
 )  # fmt: skip
 
+_GPU: dict[str, Any] = {"heads": 2, "head_dim": 64, "state_size": 64, "dtype": jnp.bfloat16, "atol": 0.25}
+_GPU_MIXED = ragged(
+    [17, 1, 9, 1, 12], [0, 4, 2, 0, 6], 64, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
+    snapshots={(0, 8): 5, (1, 1): 6, (2, 9): 7},
+)  # fmt: skip
+
 SPECS = [
     _case("one-sequence", ragged([16], [0], 16)),
     _case("one-token", ragged([1], [0], 16)),
@@ -107,6 +113,9 @@ SPECS = [
     ),
     _case("decode-state128-bfloat16", decode([5], 2), head_dim=8, state_size=128, state_dtype=jnp.bfloat16, atol=0.1),
     _case("decode-extreme-dt", decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
+    _case("gpu-mixed", _GPU_MIXED, **_GPU, groups=2, layer=1, slow=True),
+    _case("gpu-state128", ragged([70, 3], [3, 0], 64), **_GPU | {"state_size": 128, "heads": 1}, slow=True),
+    _case("gpu-strong-decays", ragged([70], [5], 64), **_GPU, dt_bias=120.0, slow=True),
     _case("tpu-mixed", _TPU_MIXED, **_TPU),
     _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, atol=0.1),
     _case("tpu-extreme-dt", ragged([5, 1, 19, 3], [0, 7, 4, 0], 16), **_TPU_SLOW, dt_bias=120.0, atol=2e-3),

@@ -24,6 +24,13 @@ def simulated(moment: str, chip: str = "v5e") -> Target:
     return Target(CHIPS[chip], simulate=simulate)
 
 
+def simulated_gpu() -> Target:
+    """A Hopper GPU whose kernels run in Mosaic's simulator, which detects races."""
+    from kernels_pallas.mosaic_gpu import simulator
+
+    return Target(capability="9.0", simulate=simulator())
+
+
 @contextmanager
 def races_of() -> Iterator[Callable[[], bool]]:
     """What it gives says whether any kernel that ran meanwhile had a race. JAX itself remembers the last kernel's."""

@@ -2,6 +2,7 @@
 whole cache at once. Needs the `gpu-compile` extra (`make test-gpu-compile`); skipped without it."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,8 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.selective_scan import selective_scan
 from kernels_pallas.spans import Kind, Spans, make_spans
-from kernels_pallas.ssd import gpu, ssd
+from kernels_pallas.ssd import ssd
+from kernels_pallas.target import Target
 
 H200 = GPUS["h200"]
 LAYERS, SLOTS = 2, 64
@@ -33,9 +35,10 @@ except ModuleNotFoundError as error:
 def _spans(kind: Kind) -> Spans:
     lens, tokens = ([1] * S, S) if kind == "decode" else ([T - S + 1] + [1] * (S - 1), T)
     slots = list(range(S))
-    return make_spans(
+    spans = make_spans(
         lens, [3] * S, slots, slots, num_tokens=tokens, num_seqs=S, scratch_slot=SLOTS, kind=kind, table_width=256
     )
+    return replace(spans, target=Target(capability=H200.capability))
 
 
 def _compiled(run: Any, *shapes: Any) -> Any:
@@ -50,7 +53,7 @@ def _copies(compiled: Any, shape: tuple[int, ...]) -> int:
 
 
 @cache
-def _op(name: str, kind: Kind, implementation: str) -> tuple[Any, Shape, int]:
+def _op(name: str, kind: Kind, implementation: str | None) -> tuple[Any, Shape, int]:
     """Two layers of an op, compiled; the shape of their cache; and how many tokens a step has."""
     spans = _spans(kind)
     n, rows = spans.token_seq.shape[0], LAYERS * (SLOTS + 1)
@@ -95,7 +98,7 @@ def _op(name: str, kind: Kind, implementation: str) -> tuple[Any, Shape, int]:
 
 
 RECURRENT = [("ssd", "decode"), ("ssd", "ragged"), ("causal_conv", "decode"), ("causal_conv", "ragged")]
-RECURRENT += [("gated_delta", "decode"), ("selective_scan", "decode")]
+RECURRENT += [("gated_delta", "decode"), ("gated_delta", "ragged"), ("selective_scan", "decode")]
 
 
 @pytest.mark.parametrize(("name", "kind"), [*RECURRENT, ("paged_attention", "decode"), ("paged_attention", "ragged")])
@@ -139,6 +142,24 @@ def test_the_probe_sees_a_copy() -> None:
     assert _copies(compiled, held.shape) + _copies(compiled, by_state) > 0
 
 
+OF_ITS_OWN = [("ssd", "decode", 2), ("gated_delta", "decode", 2), ("causal_conv", "decode", 2)]
+OF_ITS_OWN += [("selective_scan", "decode", 2), ("selective_scan", "ragged", 2), ("ssd", "ragged", 3)]
+OF_ITS_OWN += [("paged_attention", "decode", 1), ("paged_attention", "ragged", 1)]
+
+
+@pytest.mark.parametrize(("name", "kind", "kernels"), OF_ITS_OWN)
+def test_a_gpu_gets_its_kernels_unasked(name: str, kind: Kind, kernels: int) -> None:
+    compiled, held, _ = _op(name, kind, None)
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels * LAYERS
+    assert _copies(compiled, held.shape) == 0
+    assert compiled.memory_analysis().alias_size_in_bytes >= held.size * held.dtype.itemsize
+
+
+def test_what_is_forced_has_no_kernels() -> None:
+    compiled, _, _ = _op("ssd", "decode", "parallel")
+    assert 'custom_call_target="mosaic_gpu' not in compiled.as_text()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("heads", "head_dim", "state", "groups"), [(64, 64, 128, 8), (24, 128, 256, 1)])
 def test_the_ssd_kernel_compiles_and_stays_in_place(
@@ -156,7 +177,7 @@ def test_the_ssd_kernel_compiles_and_stays_in_place(
 
     def layers(cache: Any, x: Any, others: Any, spans: Spans) -> Any:
         for layer in range(LAYERS):
-            x, cache = gpu.ssd(x, *others, cache, spans, base=layer * (SLOTS + 1))
+            x, cache = ssd(x, *others, cache, spans, base=layer * (SLOTS + 1))
         return cache, x
 
     compiled = _compiled(layers, held, Shape((S, heads, head_dim), BF16), inputs, _spans("decode"))

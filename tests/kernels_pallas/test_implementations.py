@@ -44,8 +44,70 @@ def test_a_forced_kernel_refuses() -> None:
     (*inputs, spans), kwargs = _arguments()
     with pytest.raises(NotImplementedError, match="multiple of 128 lanes"):
         ssd.ssd(*inputs, _on(spans, ssm="tpu"), **kwargs)
-    with pytest.raises(NotImplementedError, match=r"'gpu'.*reference"):
-        ssd.ssd(*inputs, _on(spans, ssm="gpu"), **kwargs)
+    with pytest.raises(NotImplementedError, match=r"'mlx'.*reference"):
+        ssd.ssd(*inputs, _on(spans, ssm="mlx"), **kwargs)
+
+
+GPU = Target(capability="9.0")
+
+
+def _tried(monkeypatch: pytest.MonkeyPatch, target: Target, *refuse: str) -> list[str]:
+    """The implementations of ssd that are called on a target, in order; those of `refuse` refuse."""
+    called = []
+
+    def named(name: str):
+        def ssd_of(*_, **__):
+            called.append(name)
+            if name in refuse:
+                raise NotImplementedError("not today")
+            return np.zeros(1), None
+
+        return ssd_of
+
+    for name in ssd.IMPLEMENTATIONS:
+        monkeypatch.setitem(ssd.IMPLEMENTATIONS, name, named(name))
+    jax.clear_caches()
+    (*inputs, spans), kwargs = _arguments()
+    ssd.ssd(*inputs, replace(spans, target=target), **kwargs)
+    jax.clear_caches()
+    return called
+
+
+@pytest.mark.parametrize(
+    ("target", "refuse", "want"),
+    [
+        (GPU, (), ["gpu"]),
+        (GPU, ("gpu",), ["gpu", "parallel"]),
+        (GPU, ("gpu", "parallel"), ["gpu", "parallel", "xla"]),
+        (replace(GPU, ssm="parallel"), (), ["parallel"]),
+        (Target(), (), ["xla"]),
+        (Target(CHIPS["v5e"]), ("tpu",), ["tpu", "xla"]),
+    ],
+)
+def test_each_device_has_its_order(monkeypatch, target: Target, refuse: tuple[str, ...], want: list[str]) -> None:
+    implementations._passed_over.cache_clear()
+    assert _tried(monkeypatch, target, *refuse) == want
+
+
+def test_where_the_gpu_kernel_refuses_plain_jax_runs_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    (*inputs, spans), kwargs = _arguments()
+    implementations._passed_over.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for capability in ("9.0", "8.0"):
+            got, _ = ssd.ssd(*inputs, replace(spans, target=Target(capability=capability)), **kwargs)
+            want, _ = ssd.ssd(*inputs, spans, **kwargs, implementation="parallel")
+            np.testing.assert_array_equal(got, want)
+    small, old = (record.message for record in caplog.records)
+    assert small.startswith("ssd: gpu does not support this (state size 8") and small.endswith("trying parallel")
+    assert "compute capability 8.0" in old
+    with pytest.raises(NotImplementedError, match="state size 8"):
+        ssd.ssd(*inputs, replace(spans, target=replace(GPU, ssm="gpu")), **kwargs)
+
+
+def test_a_gpu_is_known_by_its_compute_capability() -> None:
+    target = target_of(EngineConfig(), "NVIDIA H200", "9.0")
+    assert target.order == ("gpu", "parallel", "xla")
+    assert target_of(EngineConfig(), "cpu").order == ("xla",)
 
 
 def test_a_kernel_needs_a_chip() -> None:
