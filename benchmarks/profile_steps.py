@@ -21,13 +21,13 @@ from rich.console import Console
 
 from jhybrid import Engine, EngineConfig, Request, SamplingParams
 from jhybrid.machine import machine
-from jhybrid.profile.compare import compare, print_comparison
-from jhybrid.profile.config import ProfileConfig
-from jhybrid.profile.latency import LatencyModel
-from jhybrid.profile.plot import has_matplotlib, plot_profile
-from jhybrid.profile.run import Profile, fit, run_profile
-from jhybrid.profile.table import print_profile
-from jhybrid.profile.timing import StepTimer, Timing
+from jhybrid.profiler.compare import compare, print_comparison
+from jhybrid.profiler.config import ProfileConfig
+from jhybrid.profiler.latency import LatencyModel
+from jhybrid.profiler.plot import has_matplotlib, plot_profile
+from jhybrid.profiler.run import Profile, fit, run_profile
+from jhybrid.profiler.table import print_profile
+from jhybrid.profiler.timing import StepTimer, Timing
 
 HERE = Path(__file__).parent
 MODELS = {"demo": ("demo", "auto"), "granite_h_156m": (str(HERE / "models" / "granite_h_156m"), "dummy")}

@@ -20,7 +20,7 @@ from jhybrid.config import EngineConfig, api_keys, environment
 from jhybrid.errors import JhybridError
 from jhybrid.evaluate.commands import BatchCommand, EvalCommand, PerplexityCommand, ScoreCommand
 from jhybrid.logs import LogFormat, log_to_stderr
-from jhybrid.profile.config import ProfileConfig
+from jhybrid.profiler.config import ProfileConfig
 from jhybrid.progress import progress
 from jhybrid.request import Request, SamplingParams
 from jhybrid.train.recipe import TrainConfig
@@ -253,10 +253,10 @@ class Profile:
 
     def run(self) -> None:
         from jhybrid.engine import Engine
-        from jhybrid.profile.compare import compare, print_comparison
-        from jhybrid.profile.plot import has_matplotlib, plot_profile
-        from jhybrid.profile.run import read_profile, run_profile
-        from jhybrid.profile.table import print_profile
+        from jhybrid.profiler.compare import compare, print_comparison
+        from jhybrid.profiler.plot import has_matplotlib, plot_profile
+        from jhybrid.profiler.run import read_profile, run_profile
+        from jhybrid.profiler.table import print_profile
 
         if self.compare is not None:
             a, b = self.compare

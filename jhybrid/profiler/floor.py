@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jhybrid.cache.arrays import tree_bytes
 from jhybrid.cache.router import Router
 from jhybrid.layers.moe import ExpertsSpec
-from jhybrid.profile.timing import Timing
+from jhybrid.profiler.timing import Timing
 from jhybrid.weights.load import Model
 
 EXPERT_PARAMETERS = ("up_proj", "gate_up_proj", "down_proj")

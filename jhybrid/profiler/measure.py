@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jhybrid.errors import StepError
-from jhybrid.profile.config import ProfileConfig
-from jhybrid.profile.plan import Layout, Point, decode_room, prefill_room
-from jhybrid.profile.stage import Stage
-from jhybrid.profile.timing import Timing
+from jhybrid.profiler.config import ProfileConfig
+from jhybrid.profiler.plan import Layout, Point, decode_room, prefill_room
+from jhybrid.profiler.stage import Stage
+from jhybrid.profiler.timing import Timing
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from jhybrid.config import EngineConfig
-from jhybrid.profile.config import Axes, Kind, ProfileConfig, StateMode
+from jhybrid.profiler.config import Axes, Kind, ProfileConfig, StateMode
 
 Reason = Literal[
     "pool_shortfall",  # pages, slots or rows

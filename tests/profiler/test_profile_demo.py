@@ -11,11 +11,11 @@ import pytest
 
 from jhybrid import Engine, EngineConfig, Request, SamplingParams, cli
 from jhybrid.errors import ConfigError
-from jhybrid.profile import plot
-from jhybrid.profile.config import ProfileConfig
-from jhybrid.profile.latency import LatencyModel
-from jhybrid.profile.run import read_profile, run_profile
-from jhybrid.profile.stage import Stage
+from jhybrid.profiler import plot
+from jhybrid.profiler.config import ProfileConfig
+from jhybrid.profiler.latency import LatencyModel
+from jhybrid.profiler.run import read_profile, run_profile
+from jhybrid.profiler.stage import Stage
 
 LIMITS = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 16}
 CONFIG = EngineConfig(model="demo", **LIMITS)
@@ -161,7 +161,7 @@ def test_shadows_answer_as_the_engine_does(engine: Engine, depth: int, chains: i
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.profile.stages import profiled, toy
+from tests.profiler.stages import profiled, toy
 engine, runner = toy()
 poison = runner.before_run
 def run(batch):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from jhybrid.profile.run import Profile, Row
+from jhybrid.profiler.run import Profile, Row
 
 Verdict = Literal["slower", "faster", "within spread"]
 LEAST = 3  # repeats that have a spread worth the name

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from jhybrid.profile.run import Profile, Row
+from jhybrid.profiler.run import Profile, Row
 
 
 def print_profile(profile: Profile, console: Console) -> None:

@@ -16,12 +16,12 @@ from jhybrid.engine import Engine
 from jhybrid.errors import ConfigError
 from jhybrid.evaluate.journal import Journal, read_journal
 from jhybrid.machine import machine
-from jhybrid.profile.config import ProfileConfig
-from jhybrid.profile.floor import Floor, make_floor, measure_bandwidth
-from jhybrid.profile.latency import MODEL_FILE, LatencyModel, Observation
-from jhybrid.profile.measure import measure
-from jhybrid.profile.plan import Layout, Planned, plan, resolve_state_mode
-from jhybrid.profile.stage import Stage
+from jhybrid.profiler.config import ProfileConfig
+from jhybrid.profiler.floor import Floor, make_floor, measure_bandwidth
+from jhybrid.profiler.latency import MODEL_FILE, LatencyModel, Observation
+from jhybrid.profiler.measure import measure
+from jhybrid.profiler.plan import Layout, Planned, plan, resolve_state_mode
+from jhybrid.profiler.stage import Stage
 
 FORMAT = 1
 ROWS_FILE = "rows.jsonl"
@@ -67,10 +67,17 @@ def run_profile(
 
     The engine must be idle, and made with `max_parked` of at least `config.chains`. Afterwards it holds what it held
     before, its prefix cache is empty, and what it answers is what it would have answered. `progress` is told the
-    number of points and returns what is told of each that is done. Raises ConfigError if `output` has another
-    profile, StepError if a step fails; then the rows so far are kept, and a later call goes on.
+    number of points and returns what is told of each that is done. Raises ConfigError for another engine or if `output`
+    has another profile, StepError if a step fails; then the rows so far are kept, and a later call goes on.
     """
     layout = layout_of(engine)
+    parked = layout.rows - layout.max_num_seqs
+    if parked < config.chains:
+        raise ConfigError(
+            "chains",
+            f"{config.chains} given, but the engine has room for {parked} beside max_num_seqs={layout.max_num_seqs}; "
+            f"make it with max_parked={config.chains}",
+        )
     text = read_text(engine, config)
     planned = plan(config, engine.config, layout)
     head = make_head(engine, config, text)

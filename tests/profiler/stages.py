@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from jhybrid import Engine, EngineConfig, Request, SamplingParams
-from jhybrid.profile.config import ProfileConfig
-from jhybrid.profile.run import Profile, run_profile
+from jhybrid.profiler.config import ProfileConfig
+from jhybrid.profiler.run import Profile, run_profile
 
 from ..toy_model import ToyRunner, expected_tokens, toy_engine
 

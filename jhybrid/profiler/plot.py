@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jhybrid.errors import ConfigError
-from jhybrid.profile.run import Profile, Row
+from jhybrid.profiler.run import Profile, Row
 
 FORMATS = (".png", ".svg", ".pdf")
 

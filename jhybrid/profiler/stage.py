@@ -10,7 +10,7 @@ from typing import Self
 
 from jhybrid.engine import Engine
 from jhybrid.errors import ConfigError, JhybridError, StepError
-from jhybrid.profile.timing import StepTimer, Timing
+from jhybrid.profiler.timing import StepTimer, Timing
 from jhybrid.request import Delta
 from jhybrid.sequence import Sequence
 

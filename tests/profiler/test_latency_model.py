@@ -8,7 +8,7 @@ import pytest
 
 from jhybrid.batch import make_buckets
 from jhybrid.errors import ConfigError
-from jhybrid.profile.latency import LatencyModel, Observation
+from jhybrid.profiler.latency import LatencyModel, Observation
 
 BUCKETS = make_buckets(8, 64)
 

@@ -9,10 +9,10 @@ import pytest
 
 from jhybrid import EngineConfig, cli
 from jhybrid.errors import ConfigError
-from jhybrid.profile.compare import compare
-from jhybrid.profile.config import ProfileConfig
-from jhybrid.profile.plan import Layout, Point, points_of, resolve_state_mode
-from jhybrid.profile.run import Profile
+from jhybrid.profiler.compare import compare
+from jhybrid.profiler.config import ProfileConfig
+from jhybrid.profiler.plan import Layout, Point, points_of, resolve_state_mode
+from jhybrid.profiler.run import Profile
 
 
 def profile(points: dict[str, list[float]], seed: str = "real") -> Profile:
@@ -46,7 +46,7 @@ psutil.virtual_memory = lambda: types.SimpleNamespace(available=int(sys.argv[1])
 from jhybrid.config import EngineConfig
 from jhybrid.inspection import inspect_model
 from jhybrid.cache.router import Router
-from jhybrid.profile.plan import Layout, resolve_state_mode
+from jhybrid.profiler.plan import Layout, resolve_state_mode
 from jhybrid.weights.load import read_model
 config = EngineConfig(model="demo", max_num_seqs=4, max_model_len=2048)
 plan = inspect_model(config)["memory"]

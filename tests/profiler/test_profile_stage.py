@@ -7,11 +7,11 @@ import pytest
 
 from jhybrid import Engine, Request, SamplingParams
 from jhybrid.errors import ConfigError, JhybridError, OutOfMemoryError, SlotPoolEmptyError, StepError
-from jhybrid.profile.config import ProfileConfig
-from jhybrid.profile.measure import measure
-from jhybrid.profile.plan import plan
-from jhybrid.profile.run import layout_of
-from jhybrid.profile.stage import ReferencesError, Stage
+from jhybrid.profiler.config import ProfileConfig
+from jhybrid.profiler.measure import measure
+from jhybrid.profiler.plan import plan
+from jhybrid.profiler.run import layout_of
+from jhybrid.profiler.stage import ReferencesError, Stage
 
 from ..toy_model import Fault, ToyRunner, expected_tokens
 from .stages import GRID, is_as_new, profiled, toy
@@ -97,12 +97,10 @@ def test_what_just_fits_is_measured_and_one_page_less_is_skipped(tmp_path: Path)
         ("pool_shortfall", {"num_pages": 16}, {"depths": (32,), "batches": (4,)}),
         ("state_mode_invalid", {"kind": "attention"}, {"state_mode": "copy"}),
         ("state_mode_invalid", {"kind": "attention"}, {"state_mode": "inplace"}),
-        ("state_copy_unsupported", {"max_parked": 0}, {"state_mode": "copy", "chains": 4}),
         ("state_inplace_unsupported", {}, {"state_mode": "inplace", "batches": (2,)}),
         ("model_len_exceeded", {}, {"depths": (60,)}),
         ("batch_exceeded", {}, {"batches": (5,)}),
         ("batch_exceeded", {"max_num_batched_tokens": 2}, {"batches": (3,)}),
-        ("pool_shortfall", {"max_parked": 0}, {"batches": (4,)}),  # slots: the chain holds one of four
     ],
 )
 def test_what_cannot_run_is_skipped_with_its_reason(reason: str, settings: dict, change: dict, tmp_path: Path):
@@ -116,6 +114,33 @@ def test_what_cannot_run_is_skipped_with_its_reason(reason: str, settings: dict,
     assert row["detail"]
     assert runner.calls == 0
     assert not (tmp_path / "latency_model.json").exists()
+
+
+def test_what_a_layout_has_no_slots_for_is_skipped():
+    config = dataclasses.replace(GRID, kinds=("decode",), batches=(4,), depths=(8,))
+    engine, _ = toy(max_parked=0)
+    layout = layout_of(engine)
+    [planned] = plan(config, engine.config, layout)  # the chain holds one of four
+    assert (planned.reason, planned.detail) == ("pool_shortfall", "5 slots, there are 4")
+    attention = dataclasses.replace(layout, has_state=False, slots=0)
+    [planned] = plan(config, engine.config, attention)
+    assert (planned.reason, planned.detail) == ("pool_shortfall", "5 rows, there are 4")
+    copy = dataclasses.replace(config, state_mode="copy", chains=4)
+    [planned] = plan(copy, engine.config, layout)
+    assert (planned.reason, planned.detail) == (
+        "state_copy_unsupported",
+        "4 chains and 4 slots leave none to copy to",
+    )
+
+
+@pytest.mark.parametrize(("parked", "chains"), [(0, 1), (1, 2)])
+def test_an_engine_without_room_for_the_chains_is_refused(parked: int, chains: int, tmp_path: Path):
+    engine, _ = toy(max_parked=parked)
+    with pytest.raises(ConfigError) as caught:
+        profiled(engine, tmp_path / "profile", dataclasses.replace(GRID, chains=chains))
+    assert caught.value.field == "chains"
+    assert f"room for {parked} beside max_num_seqs=4; make it with max_parked={chains}" in str(caught.value)
+    assert not (tmp_path / "profile").exists()
 
 
 def test_in_place_spends_a_chain_for_each_point(tmp_path: Path):
