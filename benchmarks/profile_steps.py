@@ -1,18 +1,19 @@
 """Profiles of the engine on this machine: real against synthetic caches, and how well the latency model predicts.
 
-    python benchmarks/profile_steps.py [--model demo] [--output benchmarks/results/NAME.json]
+    python benchmarks/profile_steps.py [--model demo] [--folder DIRECTORY] [--output benchmarks/results/NAME.json]
 
-Without `--model` it measures the demo model and random weights in the shape of `models/granite_h_156m`. Both seeds are
-profiled by one engine in the order real, synthetic, synthetic, real, so that a machine that gets slower or faster
-meanwhile favours neither; rows of one seed are put together. Then a trace of requests is served, and the sum of its
-steps' times is held against the sum that the latency model of the real profile predicts for them.
+Without `--model` it measures the demo model and random weights in the shape of `models/granite_h_156m`. One engine
+profiles both seeds in several passes, in the order real, synthetic, synthetic, real, ..., so that a machine that gets
+slower or faster meanwhile favours neither, and that the repeats of a point lie minutes apart; rows of one seed are put
+together. Then a trace of requests is served, and the sum of its steps' times is held against the sum that the latency
+model of the real profiles predicts for them. A run with `--folder` that was stopped goes on from there.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,27 @@ def judge(model: LatencyModel, seconds: float, steps: list[Timing]) -> dict[str,
     }
 
 
-def together(a: Profile, b: Profile) -> Profile:
-    """Two profiles of one grid as one."""
+def replayed(engine: Engine, requests: list[tuple[int, Request]], path: Path) -> tuple[float, list[Timing]]:
+    """What `replay` found, now or in a run before."""
+    if not path.exists():
+        replay(engine, requests[: max(1, len(requests) // 8)])
+        wall, steps = replay(engine, requests)
+        path.write_text(json.dumps([wall, [asdict(step) for step in steps]]))
+    wall, steps = json.loads(path.read_text())
+    return wall, [Timing(**step) for step in steps]
+
+
+def together(passes: list[Profile]) -> Profile:
+    """Profiles of one grid as one."""
     rows = []
-    for one, other in zip(a.rows, b.rows, strict=True):
-        samples = [*one["samples"], *other["samples"]]
+    for same in zip(*(one.rows for one in passes), strict=True):
+        samples = [sample for row in same for sample in row["samples"]]
         spread = [min(samples), max(samples)]
         rows.append(
-            one | {"samples": samples, "repeats": len(samples), "spread": spread, "seconds": float(np.median(samples))}
+            same[0]
+            | {"samples": samples, "repeats": len(samples), "spread": spread, "seconds": float(np.median(samples))}
         )
-    return replace(a, rows=rows)
+    return replace(passes[0], rows=rows)
 
 
 def brief(profile: Profile) -> list[dict[str, Any]]:
@@ -100,20 +112,21 @@ def brief(profile: Profile) -> list[dict[str, Any]]:
     return [{name: row[name] for name in names} for row in profile.measured]
 
 
-def measure(name: str, requests: int, grid: dict[str, int], folder: Path) -> dict[str, Any]:
+def measure(name: str, requests: int, passes: int, grid: dict[str, int], folder: Path) -> dict[str, Any]:
     model, load_format = MODELS.get(name, (name, "auto"))
     config = EngineConfig(model=model, load_format=load_format, **LIMITS)  # pyright: ignore[reportArgumentType]
+    found: dict[str, list[Profile]] = {"real": [], "synthetic": []}
     with Engine(config, max_parked=1) as engine:
-        passes: dict[str, Profile] = {}
-        for at in ("real-1", "synthetic-1", "synthetic-2", "real-2"):
-            config = ProfileConfig(**GRID, **grid, seed=at[:-2])  # pyright: ignore[reportArgumentType]
-            passes[at] = run_profile(engine, config, folder / name / at)
-        profiles = {seed: together(passes[f"{seed}-1"], passes[f"{seed}-2"]) for seed in ("real", "synthetic")}
-        latency = fit(profiles["real"])
-        assert latency is not None
+        for i in range(2 * passes):
+            seed = "real" if i % 4 in (0, 3) else "synthetic"
+            config = ProfileConfig(**GRID, **grid, seed=seed)  # pyright: ignore[reportArgumentType]
+            found[seed].append(run_profile(engine, config, folder / name / f"{i}-{seed}"))
         asked = trace(np.random.default_rng(1), engine.model.vocab_size, requests)
-        replay(engine, asked[: max(1, requests // 8)])
-        runs = [judge(latency, *replay(engine, asked)) for _ in range(2)]
+        replays = [replayed(engine, asked, folder / name / f"trace-{i}.json") for i in range(2)]
+    profiles = {seed: together(several) for seed, several in found.items()}
+    latency = fit(profiles["real"])
+    assert latency is not None
+    runs = [judge(latency, *one) for one in replays]
     print_profile(profiles["real"], CONSOLE)
     CONSOLE.print(latency.errors)
     comparison = compare(profiles["real"], profiles["synthetic"])
@@ -136,16 +149,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="directory of a model, or a name of this folder; default: all of them")
     parser.add_argument("--requests", type=int, default=30, help="of the trace")
-    parser.add_argument("--repeats", type=int, default=5, help="of a point in each of two passes")
+    parser.add_argument("--passes", type=int, default=5, help="of each seed")
+    parser.add_argument("--repeats", type=int, default=2, help="of a point in each pass")
     parser.add_argument("--steps", type=int, default=4, help="decode steps of a repeat")
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--folder", type=Path, help="where the profiles stay; default: nowhere")
+    parser.add_argument("--folder", type=Path, help="where the passes stay; default: nowhere")
     arguments = parser.parse_args()
     names = [arguments.model] if arguments.model else list(MODELS)
     grid = {"repeats": arguments.repeats, "steps": arguments.steps}
     with tempfile.TemporaryDirectory() as nowhere:
         folder = arguments.folder or Path(nowhere)
-        results = {name: measure(name, arguments.requests, grid, folder) for name in names}
+        results = {name: measure(name, arguments.requests, arguments.passes, grid, folder) for name in names}
     if arguments.output is not None:
         given = {"command": "python benchmarks/profile_steps.py", "machine": machine(), "results": results}
         arguments.output.write_text(json.dumps(given, indent=1) + "\n")

@@ -249,13 +249,13 @@ class Profile:
     @classmethod
     def of(cls, arguments: list[str]) -> "Profile":
         """What flags and file say together."""
-        return _settled(cls, "profile", arguments, flags_only=("config", "output", "plot", "compare", "json"))
+        return _settled(cls, "profile", arguments, flags_only=("config", "compare", "json"))
 
     def run(self) -> None:
         from jhybrid.engine import Engine
         from jhybrid.profiler.compare import compare, print_comparison
-        from jhybrid.profiler.plot import has_matplotlib, plot_profile
-        from jhybrid.profiler.run import read_profile, run_profile
+        from jhybrid.profiler.plot import check_plot, has_matplotlib, plot_profile
+        from jhybrid.profiler.run import make_folder, read_profile, run_profile
         from jhybrid.profiler.table import print_profile
 
         if self.compare is not None:
@@ -267,17 +267,25 @@ class Profile:
                 print_comparison(comparison, Console())
             return
         plot = self.plot or (self.output / "steps.svg" if has_matplotlib() else None)
-        with contextlib.ExitStack() as stack:
-            engine = stack.enter_context(Engine(self.engine, max_parked=self.profile.chains))
-            bar = lambda total: stack.enter_context(progress("points", total))  # noqa: E731
-            found = run_profile(engine, self.profile, self.output, bar)
         if plot is not None:
+            check_plot(plot)
+        make_folder(self.output)
+        try:
+            with contextlib.ExitStack() as stack:
+                engine = stack.enter_context(Engine(self.engine, max_parked=self.profile.chains))
+                bar = lambda total: stack.enter_context(progress("points", total))  # noqa: E731
+                found = run_profile(engine, self.profile, self.output, bar)
+        except KeyboardInterrupt:
+            print(f"interrupted; the same command again goes on from {self.output}", file=sys.stderr)
+            raise
+        if plot is not None and found.measured:
             plot_profile(found, plot)
         if self.json:
             print(*map(json.dumps, [*found.rows, {"summary": found.summary}]), sep="\n")
         else:
             print_profile(found, Console())
-            print(f"{self.output}: rows.jsonl, latency_model.json" + (f"; {plot}" if plot else ""))
+            made = ", latency_model.json" + (f"; {plot}" if plot else "") if found.measured else ""
+            print(f"{self.output}: rows.jsonl{made}")
 
 
 @dataclass(frozen=True)

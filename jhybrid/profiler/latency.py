@@ -1,18 +1,19 @@
 """LatencyModel: seconds of a step from what is in it, fitted to measured points; a planner reads it as JSON.
 
     seconds = base[bucket] + decode_token * decoding sequences + decode_context * tokens of their contexts
-              + prefill_token * prompt tokens + prefill_context * sum over prompts of new * (cached + new / 2)
+              + prefill_chunk * chunks + prefill_context * sum over chunks of rows * context at its end
 
-A step runs in the smallest bucket that holds it, padding included, so every bucket has a base of its own. Sequences
-that decode beside a prompt are computed by other code than a batch that decodes alone: they count as `mixed_token` and
-`mixed_context`. All coefficients are at least 0. They minimise the relative error, because steps differ in time by
-orders of magnitude, with a loss that grows but linearly for what is far off.
+A step runs in the smallest bucket that holds it, padding included, so every bucket has a base of its own, which has all
+products with weights in it. Prompts go through scans and attention chunk by chunk, the last one padded as well: a chunk
+has `chunk_size` rows, or as many as the bucket has tokens. Sequences that decode beside a prompt are computed by other
+code than a batch that decodes alone: they count as `mixed_token` and `mixed_context`. All coefficients are at least 0.
+They minimise the relative error, because steps differ in time by orders of magnitude, with a loss that grows but
+linearly for what is far off.
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,8 +24,9 @@ from jhybrid.batch import Bucket
 from jhybrid.errors import ConfigError
 
 FORMAT = 1
+MODEL_FILE = "latency_model.json"
 ROUGH = 0.03  # relative error beyond which a point counts less: it was disturbed, and others were not
-SLOPES = ("decode_token", "decode_context", "mixed_token", "mixed_context", "prefill_token", "prefill_context")
+SLOPES = ("decode_token", "decode_context", "mixed_token", "mixed_context", "prefill_chunk", "prefill_context")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class LatencyModel:
     slopes: dict[str, float]
     buckets: tuple[Bucket, ...]
     max_num_batched_tokens: int
+    chunk_size: int
     errors: dict[str, Any]
 
     # using it
@@ -52,10 +55,9 @@ class LatencyModel:
 
         Raises ConfigError for a step that no bucket holds.
         """
-        features = _features(decodes, prefills)
-        return self._base(self.bucket(decodes, prefills)) + sum(
-            self.slopes[name] * value for name, value in zip(SLOPES, features, strict=True)
-        )
+        bucket = self.bucket(decodes, prefills)
+        features = self._features(decodes, prefills, bucket)
+        return self._base(bucket) + sum(self.slopes[name] * value for name, value in zip(SLOPES, features, strict=True))
 
     def itl(self, batch: int, depth: int) -> float:
         """Seconds between two tokens of each of `batch` sequences that have `depth` tokens of context."""
@@ -87,6 +89,20 @@ class LatencyModel:
             raise ConfigError("step", f"the profile has no {bucket.kind} points to tell {bucket} from")
         return float(np.interp(bucket.tokens, [b.tokens for b in known], [self.bases[str(b)] for b in known]))
 
+    def _features(self, decodes: Sequence[int], prefills: Sequence[tuple[int, int]], bucket: Bucket) -> list[float]:
+        """Of a step, in the order of SLOPES. A prompt's only token costs what one of a decoding sequence does."""
+        contexts = [*decodes, *(cached + 1 for new, cached in prefills if new == 1)]
+        ends = [
+            cached + min(at + self.chunk_size, new)
+            for new, cached in prefills
+            if new > 1
+            for at in range(0, new, self.chunk_size)
+        ]
+        alone, beside = (len(contexts), sum(contexts)), (0, 0)
+        if ends:
+            alone, beside = beside, alone
+        return [*alone, *beside, len(ends), min(self.chunk_size, bucket.tokens) * sum(ends)]
+
     def seconds_of(self, steps: Iterable[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> float:
         """Seconds of several steps."""
         return sum(self.predict(decodes, prefills) for decodes, prefills in steps)
@@ -100,11 +116,12 @@ class LatencyModel:
         held_out: list[Observation],
         buckets: Sequence[Bucket],
         max_num_batched_tokens: int,
+        chunk_size: int,
     ) -> Self:
         """The model of some observations, with its relative errors on those and on others that it did not see."""
-        blank = cls({}, dict.fromkeys(SLOPES, 0.0), tuple(buckets), max_num_batched_tokens, {})
+        blank = cls({}, dict.fromkeys(SLOPES, 0.0), tuple(buckets), max_num_batched_tokens, chunk_size, {})
         names = sorted({str(blank.bucket(*step)) for observation in observations for step in observation.steps})
-        rows = np.array([_row(blank, observation, names) for observation in observations])
+        rows = np.array([blank._row(observation, names) for observation in observations])
         seconds = np.array([observation.seconds for observation in observations])
         scale = np.maximum(rows.max(axis=0), 1e-30)  # of each column, so that the solver's tolerance suits all
         relative, ones = rows / scale / seconds[:, None], np.ones(len(seconds))
@@ -121,9 +138,19 @@ class LatencyModel:
         slopes: dict[str, float] = dict(zip(SLOPES, found[len(names) :], strict=True))
         if not rows[:, len(names) + SLOPES.index("mixed_token")].any():  # no mixed points: the best guess
             slopes |= {"mixed_token": slopes["decode_token"], "mixed_context": slopes["decode_context"]}
-        model = cls(bases, slopes, tuple(buckets), max_num_batched_tokens, {})
-        errors = {"fitted": model.errors_on(observations), "held_out": model.errors_on(held_out)}
-        return cls(model.bases, model.slopes, model.buckets, max_num_batched_tokens, errors)
+        model = replace(blank, bases=bases, slopes=slopes)
+        return replace(model, errors={"fitted": model.errors_on(observations), "held_out": model.errors_on(held_out)})
+
+    def _row(self, observation: Observation, names: list[str]) -> list[float]:
+        """How often each bucket ran, then the sums of the features."""
+        counts = dict.fromkeys(names, 0.0)
+        sums = np.zeros(len(SLOPES))
+        for step in observation.steps:
+            bucket = self.bucket(*step)
+            counts[str(bucket)] += 1
+            sums += self._features(*step, bucket)
+        assert np.isfinite(sums).all(), observation
+        return [*counts.values(), *sums]
 
     def errors_on(self, observations: list[Observation]) -> dict[str, float | int]:
         """Relative errors: mean, median and largest magnitude; and of the sum of all seconds."""
@@ -143,9 +170,12 @@ class LatencyModel:
     # keeping it
 
     def save(self, path: Path) -> None:
-        """Write it as JSON; docs/profiling.md names the fields."""
+        """Write it as JSON; docs/profiling.md names the fields. Raises ConfigError if that fails."""
         fields = asdict(self) | {"format": FORMAT, "unit": "seconds"}
-        path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("latency_model", f"{path} cannot be written: {error}; run it again to go on") from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -160,34 +190,8 @@ class LatencyModel:
                 fields["slopes"],
                 tuple(Bucket(**bucket) for bucket in fields["buckets"]),
                 fields["max_num_batched_tokens"],
+                fields["chunk_size"],
                 fields["errors"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError("latency_model", f"{path} is no latency model: {error!r}") from error
-
-
-MODEL_FILE = "latency_model.json"
-
-
-def _features(decodes: Sequence[int], prefills: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-    """Of a step, in the order of SLOPES."""
-    alone, beside = (len(decodes), sum(decodes)), (0, 0)
-    if any(new > 1 for new, _ in prefills):
-        alone, beside = beside, alone
-    return (
-        *alone,
-        *beside,
-        sum(new for new, _ in prefills),
-        sum(new * (cached + new / 2) for new, cached in prefills),
-    )
-
-
-def _row(model: LatencyModel, observation: Observation, names: list[str]) -> list[float]:
-    """How often each bucket ran, then the sums of the features."""
-    counts = dict.fromkeys(names, 0.0)
-    sums = [0.0] * len(SLOPES)
-    for decodes, prefills in observation.steps:
-        counts[str(model.bucket(decodes, prefills))] += 1
-        sums = [a + b for a, b in zip(sums, _features(decodes, prefills), strict=True)]
-    assert all(math.isfinite(value) for value in sums), observation
-    return [*counts.values(), *sums]

@@ -16,12 +16,17 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_profile(profile: Profile, path: Path) -> None:
-    """Write the picture in the format that the path's ending says. Raises ConfigError without matplotlib."""
+def check_plot(path: Path) -> None:
+    """Raises ConfigError where no picture can be made of this path's format, or none at all."""
     if path.suffix not in FORMATS:
         raise ConfigError("plot", f"{path} ends in none of {', '.join(FORMATS)}")
     if not has_matplotlib():
         raise ConfigError("plot", "needs matplotlib; pip install 'jhybrid[plot]'")
+
+
+def plot_profile(profile: Profile, path: Path) -> None:
+    """Write the picture in the format that the path's ending says. Raises ConfigError if that fails."""
+    check_plot(path)
     from matplotlib.figure import Figure
 
     decode = [row for row in profile.measured if row["kind"] == "decode"]
@@ -35,7 +40,10 @@ def plot_profile(profile: Profile, path: Path) -> None:
     figure.suptitle(
         f"{Path(head['model']['model']).name}, {head['machine']['cpu'] or head['machine']['device']}, {_kv(profile)}"
     )
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise ConfigError("plot", f"{path} cannot be written: {error}; run it again with another --plot") from error
 
 
 def _kv(profile: Profile) -> str:

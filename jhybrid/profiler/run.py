@@ -1,5 +1,6 @@
 """A profile: planned, measured point by point into a journal, then fitted. A killed run goes on where it was."""
 
+import errno
 import hashlib
 import json
 import os
@@ -51,7 +52,7 @@ def read_profile(path: Path) -> Profile:
     path = path / ROWS_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError("compare", f"{path} is no profile; give a folder that `jhybrid profile --output` filled")
-    entries = read_journal(path)
+    entries = read_journal(path, "compare")
     if not entries or entries[0].get("format") != FORMAT:
         raise ConfigError("compare", f"{path} is no profile of format {FORMAT}")
     return _profile(entries[0], entries[1:])
@@ -81,8 +82,7 @@ def run_profile(
     text = read_text(engine, config)
     planned = plan(config, engine.config, layout)
     head = make_head(engine, config, text)
-    output.mkdir(parents=True, exist_ok=True)
-    with Journal(output / ROWS_FILE, head) as journal:
+    with Journal(output / ROWS_FILE, head, field="output") as journal:
         if not any("summary" in entry for entry in journal.entries):
             _measure_all(engine, config, planned, layout, text, journal, progress(len(planned)))
     profile = read_profile(output)
@@ -90,6 +90,16 @@ def run_profile(
     if model is not None:
         model.save(output / MODEL_FILE)
     return profile
+
+
+def make_folder(output: Path) -> None:
+    """Raises ConfigError where it cannot be made or written, which is better known before a model is loaded."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if not os.access(output, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(output))
+    except OSError as error:
+        raise ConfigError("output", f"{output} cannot be a folder to write to: {error}; name another") from error
 
 
 def layout_of(engine: Engine) -> Layout:
@@ -236,6 +246,7 @@ def fit(profile: Profile) -> LatencyModel | None:
         [_observation(row) for row in held],
         [Bucket(**bucket) for bucket in profile.head["buckets"]],
         profile.head["engine"]["max_num_batched_tokens"],
+        profile.head["engine"]["chunk_size"],
     )
 
 

@@ -81,11 +81,11 @@ def test_modes():
 
 def test_a_file_and_flags_over_it(tmp_path: Path):
     path = tmp_path / "profile.toml"
-    path.write_text('max_num_seqs = 12\nrepeats = 7\nsteps = 3\nbatches = [1, 5]\ntext = "words.txt"\n')
+    path.write_text('max_num_seqs = 12\nrepeats = 7\nsteps = 3\nbatches = [1, 5]\ntext = "words.txt"\noutput = "out"\n')
     command = cli.Profile.of(["--config", str(path), "--repeats", "9", "--depths", "64", "128"])
     assert (command.engine.max_num_seqs, command.profile.repeats, command.profile.steps) == (12, 9, 3)
     assert (command.profile.batches, command.profile.depths) == ((1, 5), (64, 128))
-    assert command.profile.text == Path("words.txt")
+    assert (command.profile.text, command.output) == (Path("words.txt"), Path("out"))
 
 
 def test_axes_left_empty_follow_the_engine():

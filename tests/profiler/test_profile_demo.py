@@ -198,6 +198,43 @@ def test_a_killed_run_goes_on(tmp_path: Path):
     assert (tmp_path / "a" / "latency_model.json").exists()
 
 
+def test_what_cannot_be_made_is_refused_before_the_model_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jhybrid.engine.Engine.__init__", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("")
+    asked = ["--config", str(folder / "profile.toml"), "--output"]
+    for arguments, message in (
+        ([str(tmp_path / "file")], "output: "),
+        (["/proc/none"], "output: /proc/none cannot be a folder to write to"),
+        ([str(tmp_path / "new"), "--plot", "steps.gif"], "plot: steps.gif ends in none of"),
+    ):
+        code, _, err = command(folder, capsys, *asked, *arguments)
+        assert (code, err.count(message)) == (2, 1), err
+
+
+def test_where_every_point_is_skipped_only_the_rows_are_left(folder: Path, capsys: pytest.CaptureFixture[str]):
+    deep = ["--config", str(folder / "profile.toml"), "--kinds", "decode", "--depths", "2000"]
+    code, table, err = command(folder, capsys, *deep, "--output", str(folder / "deep"))
+    assert code == 0, err
+    assert table.count("model_len_exceeded") == 2
+    assert table.endswith("deep: rows.jsonl\n")
+    assert [path.name for path in (folder / "deep").iterdir()] == ["rows.jsonl"]
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jhybrid.profiler.run.measure", interrupted)
+    again = ["--config", str(folder / "profile.toml"), "--output", str(folder / "interrupted")]
+    code, _, err = command(folder, capsys, *again)
+    assert code == 130
+    assert f"goes on from {folder / 'interrupted'}" in err
+
+
 def test_plots(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if not (folder / "real").exists():
         pytest.skip("needs the profile of the test before")
