@@ -1,7 +1,6 @@
 """gated_delta in plain JAX for devices with thousands of lanes: one token of all sequences, or many chunks, at once."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +79,8 @@ def _chunks(tokens: Tokens, o: Array, state: Array, spans: Spans, base: int | Ar
         seq, start = jnp.where(real, spans.chunk_seq[c], -1), spans.chunk_start[c]
         length = jnp.where(real, spans.chunk_len[c], 0)
         places = start[:, None] + jnp.arange(Q)
-        taken: Any = (a.at[places].get(mode="clip").astype(jnp.float32).swapaxes(1, 2) for a in tokens)
-        o_c, reads, passes, adds = jax.vmap(affine_chunk)(*taken, length)
+        q, k, v, g, beta = (a.at[places].get(mode="clip").astype(jnp.float32).swapaxes(1, 2) for a in tokens)
+        o_c, reads, passes, adds = jax.vmap(affine_chunk)(q, k, v, g, beta, length)
 
         first = real & (seq != jnp.roll(seq, 1).at[0].set(-1))  # of its sequence in this turn
         begins = start == spans.query_start[seq]
