@@ -14,8 +14,9 @@ import pytest
 from jhybrid.batch import Layout
 from jhybrid.evaluate.scorer import Scorer
 from jhybrid.evaluate.windows import continuation_window
+from jhybrid.programs import PROMPT_LOGPROB_ROWS, step
 from jhybrid.request import Request, SamplingParams
-from jhybrid.runner import PROMPT_LOGPROB_ROWS, Runner, step
+from jhybrid.runner import Runner
 from tests.engine.bed import caching, engine_of
 
 GOLDEN = json.loads((Path(__file__).parent / "hf_likelihoods.json").read_text())
@@ -68,7 +69,7 @@ def test_no_step_holds_logits_of_all_of_its_tokens():
     ints, floats = jnp.zeros(layout.num_ints, jnp.int32), jnp.zeros(layout.num_floats, jnp.float32)
     mask = jnp.zeros((bucket.seqs, -(-vocab // 32)), jnp.uint32)
     arguments = (runner.params, runner.cache, runner.sampler, ints, floats, mask)
-    rows = rows_of_logits(jax.make_jaxpr(partial(step, runner.module, layout))(*arguments).jaxpr, vocab)
+    rows = rows_of_logits(jax.make_jaxpr(partial(step, runner._programs.module, layout))(*arguments).jaxpr, vocab)
     assert bucket.tokens == 2 * PROMPT_LOGPROB_ROWS
     assert max(rows) == PROMPT_LOGPROB_ROWS  # of a block, one after the other
 
