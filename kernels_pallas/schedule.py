@@ -21,7 +21,9 @@ from kernels_pallas.bundles import CAPACITY_OF, read_kernel
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.chips import CHIPS, Chip
 from kernels_pallas.deviceless import compile_for
+from kernels_pallas.gated_delta import gated_delta
 from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.selective_scan import selective_scan
 from kernels_pallas.spans import Spans, make_spans
 from kernels_pallas.ssd import ssd
 from kernels_pallas.target import Target
@@ -117,50 +119,121 @@ def _conv_cases() -> list[Case]:
     ]
 
 
+def _delta(lens: list[int], by_channel: bool, work: dict[str, Work]) -> Case:
+    T, S, H, D = sum(lens), len(lens), 32, 128
+    Hk = H if by_channel else H // 2
+    spans = _spans(lens, 1)
+    key, g = _array(BF16, T, Hk, D), _array(F32, T, H, D) if by_channel else _array(F32, T, H)
+    arrays = (key, key, _array(BF16, T, H, D), g, _array(F32, T, H), _array(F32, S + 1, H, D, D), spans)
+
+    def build(chip: Chip):
+        return lambda *a: gated_delta(*a[:-1], _on(chip, a[-1]), implementation="tpu"), arrays, (5,)
+
+    kind = "chunks" if "gated_delta_chunks" in work else "step"
+    name = f"gated_delta_{kind}" + "_channels" * by_channel
+    return Case(name, f"{S} sequences of {lens[0]}, Hk={Hk} H={H} dk=dv={D}", build, work)
+
+
+def _delta_cases() -> list[Case]:
+    """The floor of products is of chunks of 64 tokens, half of what is within a chunk being masked."""
+    H, D, Q, tokens, cases = 32, 128, 64, 2048, []
+    state = 4 * H * D * D
+    for by_channel, Hk in ((False, H // 2), (True, H)):
+        decay = 4 * H * (D if by_channel else 1)
+        step = Work(64 * 2, 64 * (2 * state + 4 * (2 * Hk * D + 2 * H * D + 2 * H) + decay), 0)
+        per_token = 2 * (2 * Hk * D + 2 * H * D) + 4 * H + decay
+        flops = 2 * tokens * (H * (3 * D * D + Q * D) + Hk * Q * D)
+        chunks = Work(tokens // 128 * 4, tokens * per_token + 2 * 2 * state, flops)
+        cases.append(_delta([1] * 64, by_channel, {"gated_delta_step": step}))
+        cases.append(_delta([tokens // 2] * 2, by_channel, {"gated_delta_chunks": chunks}))
+    return cases
+
+
+def _scan(lens: list[int], work: dict[str, Work]) -> Case:
+    T, S, D, N = sum(lens), len(lens), 8192, 16
+    arrays = (
+        _array(BF16, T, D), _array(F32, T, D), _array(F32, D, N), _array(BF16, T, N), _array(BF16, T, N),
+        _array(F32, D), _array(F32, S + 1, N, D), _spans(lens, 1),
+    )  # fmt: skip
+
+    def build(chip: Chip):
+        return lambda *a: selective_scan(*a[:-1], _on(chip, a[-1]), implementation="tpu"), arrays, (6,)
+
+    kind = "chunks" if "selective_scan_chunks" in work else "step"
+    return Case(f"selective_scan_{kind}", f"{S} sequences of {lens[0]}, D={D} N={N}", build, work)
+
+
+def _scan_cases() -> list[Case]:
+    D, N, tokens = 8192, 16, 2048
+    state = 4 * N * D
+    step = Work(64 * 2, 64 * (2 * state + 3 * 4 * D) + state, 0, trips=[8])
+    chunks = Work(tokens // 128 * 4, tokens * D * (2 + 4 + 2) + 4 * state, 0, trips=[4, 8])
+    return [
+        _scan([1] * 64, {"selective_scan_step": step}),
+        _scan([tokens // 2] * 2, {"selective_scan_chunks": chunks}),
+    ]
+
+
 HEADS = (32, 8, 128)
 CONTEXT, PAGE = 4096, 64
 
 
-def _attention(name: str, lens: list[int], first: int, work: dict[str, Work], own: bool) -> Case:
+def _attention(name: str, lens: list[int], first: int, work: dict[str, Work], public: tuple[int, int] | None) -> Case:
+    """Ours, or JAX's kernel with `public` pages and queries of a block, which does not write the new tokens."""
     (Hq, Hkv, Dh), T, S, width = HEADS, sum(lens), len(lens), CONTEXT // PAGE
     spans = _spans(lens, first, page=PAGE, width=width)
     pages = S * width + 1
     new = (_array(BF16, T, Hq, Dh), _array(BF16, T, Hkv, Dh), _array(BF16, T, Hkv, Dh))
 
     def build(chip: Chip):
-        if own:
-            run = lambda *a: paged_attention(*a[:-1], _on(chip, a[-1]), scale=Dh**-0.5, implementation="tpu")  # noqa: E731
-            return run, (*new, _array(BF16, pages, PAGE, 2 * Hkv * Dh), spans), (3,)
+        def ours(*a):
+            return paged_attention(*a[:-1], _on(chip, a[-1]), scale=Dh**-0.5, implementation="tpu")
+
+        if public is None:
+            return ours, (*new, _array(BF16, pages, PAGE, 2 * Hkv * Dh), spans), (3,)
+        pages_of_block, queries_of_block = public
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-        def public(q, pages, spans):
+        def theirs(q, pages, spans):
             lengths = spans.first_pos + spans.query_start[1:] - spans.query_start[:-1]
             count = jnp.full((1,), S, jnp.int32)
             options = {"sm_scale": Dh**-0.5, "vmem_limit_bytes": 60 << 20}
+            options |= {"num_kv_pages_per_block": pages_of_block, "num_queries_per_block": queries_of_block}
             return ragged_paged_attention(q, pages, lengths, spans.page_table, spans.query_start, count, **options)
 
-        return public, (new[0], _array(BF16, pages, PAGE, 2 * Hkv, Dh), spans), ()
+        return theirs, (new[0], _array(BF16, pages, PAGE, 2 * Hkv, Dh), spans), ()
 
     shape = f"{S} sequences of {lens[0]} after {first}, {Hq}/{Hkv} heads of {Dh}, pages of {PAGE}"
     return Case(name, shape, build, work)
 
 
 def _attention_cases() -> list[Case]:
+    """Beside each of ours JAX's, at the sizes of blocks that its count is lowest with."""
     Hq, Hkv, Dh = HEADS
-    seqs, first, tokens = 16, CONTEXT - 96, 2048
+    seqs, first, tokens = 32, CONTEXT - 96, 2048
     row = 2 * 2 * Hkv * Dh  # bytes of a token's keys and values
     reads, around = seqs * first * row, 2 * 2 * Hq * Dh
     decode = (reads + seqs * around, 4 * seqs * first * Hq * Dh)
     prefill = (tokens * (row + around), 2 * tokens * tokens * Hq * Dh)
     single = Work(seqs, *decode, trips=[7, 1])
     tile = Work(tokens // 128, *prefill, trips=[1.5, 1])
-    return [
-        _attention("attention_decode", [1] * seqs, first, {"paged_attention_single": single}, own=True),
-        _attention("attention_prefill", [tokens], 0, {"paged_attention_tile": tile}, own=True),
+    cases = [
+        _attention("attention_decode", [1] * seqs, first, {"paged_attention_single": single}, None),
+        _attention("attention_prefill", [tokens], 0, {"paged_attention_tile": tile}, None),
     ]
+    for name, lens, at, floor, (pages, queries) in (
+        ("attention_decode_jax", [1] * seqs, first, decode, (8, 16)),
+        ("attention_prefill_jax", [tokens], 0, prefill, (8, 128)),
+    ):
+        blocks = -(-(at + lens[0]) // (pages * PAGE))  # all of a sequence's, masked or not
+        work = Work(sum(lens) // queries, *floor, trips=[min(len(lens), queries), blocks])
+        cases.append(_attention(name, lens, at, {"ragged_paged_attention_kernel": work}, (pages, queries)))
+    return cases
 
 
-CASES = {case.name: case for case in [*_ssd_cases(), *_conv_cases(), *_attention_cases()]}
+CASES = {
+    case.name: case for case in [*_ssd_cases(), *_conv_cases(), *_delta_cases(), *_scan_cases(), *_attention_cases()]
+}
 
 
 def measure(case: Case, chip: Chip, folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Cache rows on TPU: copies of rows before a step, and blocks of rows that move between HBM and a kernel's buffers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.pieces import NONE
+from kernels_pallas.pieces import NONE, Singles
 from kernels_pallas.spans import Spans
 
+SUBLANES = {"float32": 8, "bfloat16": 16}  # of a tile
 Window = Callable[..., object]  # row -> the part of the array in HBM that a buffer holds
 
 
@@ -52,6 +54,19 @@ def _copy_rows(array: Array, rows: Array, count: Array, spans: Spans) -> Array:
         input_output_aliases={2: 0},
         interpret=spans.target.simulate or False,
     )(count[None], rows, array)
+
+
+def first_tokens(spans: Spans) -> Array:
+    """[S]: the first token of each sequence; any token for sequences that have none."""
+    return jnp.minimum(spans.query_start[:-1], spans.token_seq.shape[0] - 1)
+
+
+def put_singles(y: Array, rows: Array, singles: Singles, spans: Spans) -> Array:
+    """y [T, ...] with the rows [S, ...] of sequences of one token put where these lie; padding becomes zeros."""
+    rows = rows.at[singles.seq].get(mode="promise_in_bounds")
+    target = jnp.where(jnp.arange(spans.num_seqs) < singles.count, singles.token, y.shape[0])
+    y = jnp.where(spans.token_valid().reshape(-1, *[1] * (y.ndim - 1)), y, 0)
+    return y.at[target].set(rows, mode="drop")
 
 
 class Loads:
@@ -120,3 +135,24 @@ class Stores:
         """After the last step of the grid."""
         for step in range(2):
             self.free(step, *place)
+
+
+def begin_step(loads: Loads, stores: Stores, row_of: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Begins a step of a grid over (items, blocks of a row): the next step's load is started, the first's too.
+
+    `row_of(item)` is the row it starts from, or NONE. Gives the number of the step, and that of steps.
+    """
+    item, block, blocks = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    step, steps = item * blocks + block, pl.num_programs(0) * blocks
+
+    @pl.when(step == 0)
+    def _():
+        stores.begin()
+        loads.start(step, row_of(item), block)
+
+    @pl.when(step + 1 < steps)
+    def _():
+        following = (step + 1) // blocks
+        loads.start(step + 1, row_of(following), step + 1 - following * blocks)
+
+    return step, steps

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 from jax import Array
 
-from kernels_pallas.gated_delta import parallel, reference, xla
+from kernels_pallas.gated_delta import parallel, reference, tpu, xla
 from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.spans import Spans
 
@@ -18,6 +18,7 @@ IMPLEMENTATIONS = {
     "gpu": imported_when_run("kernels_pallas.gated_delta.gpu", "gated_delta"),
     "parallel": parallel.gated_delta,
     "reference": reference.gated_delta,
+    "tpu": tpu.gated_delta,
     "xla": xla.gated_delta,
     "xla_wy": partial(xla.gated_delta, always_wy=True),  # what "xla" is on other platforms than CPU
 }

@@ -24,7 +24,7 @@ def _case(
     decay: tuple[float, ...] = (0.05,),  # typical -g of the heads, in turn
     most_beta: float = 1.0,
     atol: float = 2e-5,
-    slow: bool = False,
+    **options: Any,
 ) -> Spec:
     T, (Hk, H), (dk, dv) = spans.token_seq.shape[0], heads, dims
 
@@ -48,7 +48,7 @@ def _case(
         )
         return args, {"base": layer * ROWS}
 
-    return Spec(name, build, atol, rows=ROWS, slow=slow)
+    return Spec(name, build, atol, rows=ROWS, **options)
 
 
 _MIXED = ragged([5, 1, 19, 3], [0, 7, 4, 0])
@@ -58,6 +58,14 @@ _CHANNELS: dict[str, Any] = {"by_channel": True, "heads": (4, 4)}
 
 _GPU: dict[str, Any] = {"slow": True, "atol": 0.05}
 _GPU_DECODE = decode([3, 0, 1, 3], 5, read=[0, 1, 2, 0], write=[0, 1, 2, 4], snapshots={(0, 1): 5, (1, 1): 6})
+_TPU: dict[str, Any] = {"dims": (128, 128), "tpu": True, "layer": 1}
+_TPU_SLOW: dict[str, Any] = _TPU | {"slow": True}
+_TPU_WIDE: dict[str, Any] = _TPU_SLOW | {"dims": (128, 256), "heads": (2, 2)}
+_TPU_MIXED = ragged(
+    [17, 1, 9, 1, 12], [0, 4, 2, 0, 6], 16, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
+    snapshots={(0, 8): 5, (1, 1): 6, (2, 9): 7},
+)  # fmt: skip
+_BFLOAT16: dict[str, Any] = {"dtype": jnp.bfloat16, "state_dtype": jnp.bfloat16, "atol": 0.05}
 
 SPECS = [
     _case("one-sequence", ragged([16], [0], 16)),
@@ -99,6 +107,19 @@ SPECS = [
     _case("decode-channels", decode([3, 0, 1], 4), decay=_ALL_RATES, **_CHANNELS),
     _case("gpu-decode", _GPU_DECODE, dims=(64, 32), decay=_ALL_RATES, layer=1, slow=True),
     _case("gpu-decode-channels", decode([3], 1), dims=(128, 16), state_dtype=jnp.bfloat16, **_CHANNELS, **_GPU),
+    _case("tpu-mixed", _TPU_MIXED, **_TPU, atol=1e-4),
+    _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, **_BFLOAT16),
+    _case("tpu-all-rates-of-decay", _LONG, **_TPU_SLOW, decay=_ALL_RATES, atol=1e-4),
+    _case("tpu-negative-eigenvalues", _LONG, **_TPU_SLOW, most_beta=2.0, decay=(1e-4, 0.05), atol=1e-4),
+    _case("tpu-wide-values", _MIXED, **_TPU_WIDE, atol=1e-4),
+    _case("tpu-single-tokens-alone", ragged([1] * 6, [0, 4, 1, 1, 0, 7], 16), **_TPU_SLOW),
+    _case("tpu-channels", _TPU_MIXED, **_TPU, **_CHANNELS, atol=1e-4),
+    _case("tpu-channels-bfloat16", _TPU_MIXED, **_TPU_SLOW, **_CHANNELS, **_BFLOAT16),
+    _case("tpu-channels-grouped", _LONG, **_TPU_SLOW, by_channel=True, atol=1e-4),
+    _case("tpu-channels-all-rates-of-decay", _LONG, **_TPU_SLOW, decay=_ALL_RATES, **_CHANNELS, atol=1e-4),
+    _case("tpu-decode", decode([3, 0, 1], 4, read=[0, 1, 0], write=[0, 1, 4], snapshots={(0, 1): 5}), **_TPU),
+    _case("tpu-decode-bfloat16", decode([3, 0], 4), **_TPU_SLOW, **_BFLOAT16),
+    _case("tpu-decode-channels", decode([3, 0, 1], 4), **_TPU_SLOW, decay=_ALL_RATES, **_CHANNELS),
     _case("dense", dense_spans(2, 64)),
     _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
     _case("dense-short-heads3", dense_spans(2, 5), heads=(3, 3), dims=(5, 7)),

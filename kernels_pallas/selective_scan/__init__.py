@@ -9,13 +9,14 @@ import jax
 from jax import Array
 
 from kernels_pallas.implementations import imported_when_run, run
-from kernels_pallas.selective_scan import parallel, reference, xla
+from kernels_pallas.selective_scan import parallel, reference, tpu, xla
 from kernels_pallas.spans import Spans
 
 IMPLEMENTATIONS = {
     "gpu": imported_when_run("kernels_pallas.selective_scan.gpu", "selective_scan"),
     "parallel": parallel.selective_scan,
     "reference": reference.selective_scan,
+    "tpu": tpu.selective_scan,
     "xla": xla.selective_scan,
 }
 

@@ -21,7 +21,7 @@ def _case(
     state_dtype: Any = jnp.float32,
     dt_bias: tuple[float, ...] = (-3.0,),  # of the channels, in turn
     atol: float = 2e-5,
-    slow: bool = False,
+    **options: Any,
 ) -> Spec:
     T = spans.token_seq.shape[0]
 
@@ -42,11 +42,19 @@ def _case(
         )
         return args, {"base": layer * ROWS}
 
-    return Spec(name, build, atol, rows=ROWS, slow=slow)
+    return Spec(name, build, atol, rows=ROWS, **options)
 
 
 _MIXED = ragged([5, 1, 19, 3], [0, 7, 4, 0])
 _ALL_RATES = (-9.0, -3.0, 2.0, 120.0)
+_TPU: dict[str, Any] = {"channels": 256, "state_size": 16, "layer": 1, "tpu": True}
+_TPU_SLOW: dict[str, Any] = _TPU | {"slow": True}
+_TPU_SMALL: dict[str, Any] = _TPU_SLOW | {"channels": 128, "state_size": 8}
+_TPU_MIXED = ragged(
+    [17, 1, 9, 1, 12], [0, 4, 2, 0, 6], 16, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
+    snapshots={(0, 8): 5, (1, 1): 6, (2, 9): 7},
+)  # fmt: skip
+_BFLOAT16: dict[str, Any] = {"dtype": jnp.bfloat16, "state_dtype": jnp.bfloat16, "atol": 0.1}
 
 _GPU_DECODE = decode([3, 0, 1], 4, snapshots={(0, 1): 5})
 _GPU_MIXED = ragged([9, 1, 3, 1], [0, 4, 2, 6], read=[0, 1, 2, 2], write=[0, 1, 2, 4], snapshots={(0, 8): 5, (1, 1): 6})
@@ -82,6 +90,13 @@ SPECS = [
     _case("decode-all-rates-of-decay", decode([3, 9, 1], 4), dt_bias=_ALL_RATES, atol=2e-3),
     _case("gpu-mixed", _GPU_MIXED, channels=128, state_size=4, layer=1, slow=True),
     _case("gpu-decode", _GPU_DECODE, channels=128, state_dtype=jnp.bfloat16, atol=0.05, slow=True),
+    _case("tpu-mixed", _TPU_MIXED, **_TPU),
+    _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, **_BFLOAT16),
+    _case("tpu-all-rates-of-decay", ragged([70], [5], 64), **_TPU_SLOW, dt_bias=_ALL_RATES, atol=2e-3),
+    _case("tpu-state8-one-lane-tile", _MIXED, **_TPU_SMALL),
+    _case("tpu-single-tokens-alone", ragged([1] * 6, [0, 4, 1, 1, 0, 7], 16), **_TPU_SLOW),
+    _case("tpu-decode", decode([3, 0, 1], 4, read=[0, 1, 0], write=[0, 1, 4], snapshots={(0, 1): 5}), **_TPU),
+    _case("tpu-decode-bfloat16", decode([3, 0], 4), **_TPU_SLOW, **_BFLOAT16),
     _case("dense", dense_spans(2, 64)),
     _case("dense-odd-many-chunks", replace(dense_spans(3, 71), chunk_size=16)),
     _case("dense-short", dense_spans(2, 5), channels=5, state_size=3),

@@ -10,17 +10,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.blocks import block_sizes, largest_divisor
-from kernels_pallas.decays import COARSE_STEP, STRONGEST
 from kernels_pallas.pieces import Pieces, Singles, pieces_of, singles_of
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd.chunk import token_decay
 from kernels_pallas.target import Target
-from kernels_pallas.tpu_rows import Loads, Stores, start_slots
+from kernels_pallas.tpu_decays import LARGEST, log_decay_parts
+from kernels_pallas.tpu_rows import SUBLANES, Loads, Stores, begin_step, first_tokens, put_singles, start_slots
 
 LANES = 128
-LARGEST = 126.0  # exponent of what is masked by a zero factor
-STRONGEST_WHOLE = -30.0  # exp(-30) is far below what a sum of bfloat16 products resolves
-SUBLANES = {"float32": 8, "bfloat16": 16}  # of a tile
 
 
 def ssd(
@@ -54,12 +51,9 @@ def ssd(
     pieces = pieces_of(spans, slots, base, tile)
     y, state = _chunks(x, dt, A, B, C, D, state, pieces, spans.target, tile, sizes["chunk_lanes"])
     singles = singles_of(spans, slots, base)
-    at = jnp.minimum(spans.query_start[:-1], T - 1)
+    at = first_tokens(spans)
     rows, state = _step(x[at], dt[at], A, B[at], C[at], D, state, singles, spans.target, sizes["step_lanes"])
-    rows = rows.at[singles.seq].get(mode="promise_in_bounds")
-    target = jnp.where(jnp.arange(spans.num_seqs) < singles.count, singles.token, T)
-    y = jnp.where(spans.token_valid()[:, None, None], y, 0)
-    return y.at[target].set(rows, mode="drop"), state
+    return put_singles(y, rows, singles, spans), state
 
 
 def check_shapes(x: Array, B: Array, state: Array) -> None:
@@ -111,7 +105,7 @@ def _step(
     of_row, of_group = pl.BlockSpec((None, 1, lanes), row), pl.BlockSpec((None, None, in_block, N), group)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     y, state = pl.pallas_call(
-        functools.partial(_step_kernel, blocks=blocks, group_lanes=min(lanes, L // G)),
+        functools.partial(_step_kernel, group_lanes=min(lanes, L // G)),
         name="ssd_step",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -139,11 +133,8 @@ def _step(
     return jnp.where(done[:, None, None], y, 0).astype(x.dtype), state
 
 
-def _step_kernel(
-    items, xdt, decay, B, C, _, y, state, loaded, stored, pending, load_done, store_done, *, blocks, group_lanes
-):
+def _step_kernel(items, xdt, decay, B, C, _, y, state, loaded, stored, pending, load_done, store_done, *, group_lanes):
     i, b = pl.program_id(0), pl.program_id(1)
-    step, steps = i * blocks + b, pl.num_programs(0) * blocks
     lanes = loaded.shape[2]
 
     def window(row, block):
@@ -151,17 +142,7 @@ def _step_kernel(
 
     loads = Loads(loaded, load_done, window)
     stores = Stores(stored, store_done, pending, window)
-
-    @pl.when(step == 0)
-    def _():
-        stores.begin()
-        loads.start(step, items[1, i], b)
-
-    @pl.when(step + 1 < steps)
-    def _():
-        following = (step + 1) // blocks
-        loads.start(step + 1, items[1, following], step + 1 - following * blocks)
-
+    step, steps = begin_step(loads, stores, lambda item: items[1, item])
     stores.free(step, 0, 0)
     parity = step % 2
     loads.wait(step, items[1, i], b)
@@ -295,8 +276,7 @@ def _chunk_kernel(
     what the chip is slowest at, so only the sums of log decays are. What is a factor of token j is a row: dt is a term
     of the exponents, and what a token adds to the state is weighed in its key.
     """
-    p, b, blocks = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    step, steps = p * blocks + b, pl.num_programs(0) * blocks
+    p, b = pl.program_id(0), pl.program_id(1)
     (Q, lanes), dtype, groups = x.shape, x.dtype, B.shape[0]
     P = lanes // heads
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -307,17 +287,7 @@ def _chunk_kernel(
 
     loads = Loads(loaded, load_done, window)
     stores = Stores(stored, store_done, pending, window)
-
-    @pl.when(step == 0)
-    def _():
-        stores.begin()
-        loads.start(step, items[4, p], b)
-
-    @pl.when(step + 1 < steps)
-    def _():
-        following = (step + 1) // blocks
-        loads.start(step + 1, items[4, following], step + 1 - following * blocks)
-
+    step, steps = begin_step(loads, stores, lambda item: items[4, item])
     token = lax.broadcasted_iota(jnp.int32, (Q, 1), 0)
     mine = (token >= items[1, p]) & (token < items[2, p])
     lower = lax.broadcasted_iota(jnp.int32, (Q, Q), 0) >= lax.broadcasted_iota(jnp.int32, (Q, Q), 1)
@@ -327,7 +297,7 @@ def _chunk_kernel(
         of_token = jnp.where(mine, dt[...], 0.0)
         of_row = jnp.log2(jnp.swapaxes(of_token, 0, 1))  # [H, Q]
         to_end = of_row
-        for n, part in enumerate(_log_decay_parts(of_token * A[...], columns.shape[0])):
+        for n, part in enumerate(log_decay_parts(of_token * A[...], columns.shape[0])):
             sums = jnp.dot(lower.astype(jnp.float32), part, precision=lax.Precision.HIGHEST)  # [Q, H]
             sums_of_row = jnp.swapaxes(sums, 0, 1)
             to_end += sums_of_row[:, Q - 1 :] - sums_of_row
@@ -394,16 +364,3 @@ def _chunk_kernel(
     @pl.when(step + 1 == steps)
     def _():
         stores.end(0, 0)
-
-
-def _log_decay_parts(log_decay: Array, parts: int) -> list[Array]:
-    """log_decay [Q,H], as a logarithm to base 2, cut into an exact and a small part (see decays.py), or whole.
-
-    Whole is enough for bfloat16 products: sums of at most 128 * 30 keep the exponents right to three digits after the
-    point beside strong decays, and to more without.
-    """
-    if parts == 1:
-        return [jnp.maximum(log_decay, STRONGEST_WHOLE) * math.log2(math.e)]
-    log_decay = jnp.maximum(log_decay, STRONGEST) * math.log2(math.e)
-    coarse = jnp.round(log_decay / COARSE_STEP) * COARSE_STEP
-    return [coarse, log_decay - coarse]
