@@ -22,6 +22,7 @@ def _case(
     dtype: Any = jnp.float32,
     state_dtype: Any = jnp.float32,
     dt_bias: float = -3.0,
+    rates: tuple[float, ...] = (1.0,),  # factors of A of the heads, in turn
     atol: float = 2e-5,
     **options: Any,
 ) -> Spec:
@@ -39,7 +40,7 @@ def _case(
         args = (
             normal(T, heads, head_dim).astype(dtype),
             dt,
-            -jnp.exp(normal(heads)),
+            -jnp.exp(normal(heads)) * jnp.asarray([rates[h % len(rates)] for h in range(heads)]),
             normal(T, groups, state_size).astype(dtype),
             normal(T, groups, state_size).astype(dtype),
             normal(heads),
@@ -115,7 +116,7 @@ SPECS = [
     _case("decode-extreme-dt", decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
     _case("gpu-mixed", _GPU_MIXED, **_GPU, groups=2, layer=1, slow=True),
     _case("gpu-state128", ragged([70, 3], [3, 0], 64), **_GPU | {"state_size": 128, "heads": 1}, slow=True),
-    _case("gpu-strong-decays", ragged([70], [5], 64), **_GPU, dt_bias=120.0, slow=True),
+    _case("gpu-strong-decays", ragged([70], [5], 64), **_GPU, rates=(3000.0, 1e-3), slow=True),
     _case("tpu-mixed", _TPU_MIXED, **_TPU),
     _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, atol=0.1),
     _case("tpu-extreme-dt", ragged([5, 1, 19, 3], [0, 7, 4, 0], 16), **_TPU_SLOW, dt_bias=120.0, atol=2e-3),
