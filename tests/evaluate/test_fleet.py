@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -33,21 +34,29 @@ class Killed(Exception):
     """The run's process is gone."""
 
 
+# A raylet that a busy machine lets wait must not be taken for dead: it would end this process with it.
+CLUSTER = """
+import ray
+patience = {"health_check_timeout_ms": 60_000, "health_check_failure_threshold": 20}
+context = ray.init(
+    address="local", num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="ERROR",
+    _system_config={"worker_niceness": 0, **patience},
+)
+print(context.address_info["address"], flush=True)
+input()
+"""
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    # A raylet that a busy machine lets wait must not be taken for dead: it would end this process with it.
-    patience = {"health_check_timeout_ms": 60_000, "health_check_failure_threshold": 20}
-    settings = {"worker_niceness": 0, **patience}
-    ray.init(
-        address="local",
-        num_cpus=3,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        logging_level="ERROR",
-        _system_config=settings,
-    )
-    yield
-    ray.shutdown()
+    """A cluster of a process of its own: Ray forks to start its servers, which a process with threads must not."""
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # else the cluster has a token that only its starter knows
+    with Popen([sys.executable, "-c", CLUSTER], stdin=PIPE, stdout=PIPE, text=True, env=env) as head:
+        assert head.stdin is not None and head.stdout is not None
+        ray.init(address=head.stdout.readline().strip(), logging_level="ERROR")
+        yield
+        ray.shutdown()
+        head.stdin.close()
 
 
 def toy(pids: Path) -> Engine:
