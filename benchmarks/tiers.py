@@ -1,6 +1,6 @@
 """Host and disk tiers: what saving costs, and how soon a long prompt answers from each tier.
 
-    python benchmarks/tiers.py [--model DIR] [--only writes turns] [--tokens 4000] [--rounds 6] [--output FILE.json]
+    python benchmarks/tiers.py [--model DIR] [--only writes turns] [--prompt 256] [--tokens 4000] [--rounds 6] [--output FILE.json]
 
 `writes` runs the same load with no tiers, with a host tier, and with a host and a disk tier, in turns in one process on
 one engine; nothing is ever hit, so that all of it is what writing costs: in seconds until the answers are there, and in
@@ -121,7 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--only", nargs="*", default=["writes", "turns"])
-    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--prompt", type=int, default=256, help="prompt tokens of `writes`")
+    parser.add_argument("--tokens", type=int, default=4000, help="prompt tokens of `turns`")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -142,7 +143,7 @@ def main() -> None:
     console = Console()
     with folder, Engine(config) as engine:
         if "writes" in options.only:
-            figures["writes"] = found = writes(engine, options.rounds, requests=6, length=256, count=16)
+            figures["writes"] = found = writes(engine, options.rounds, requests=6, length=options.prompt, count=16)
             table = Table("tiers", "median seconds", "cost", "cost in seconds of cores", title=found["load"])
             for name, values in found["seconds"].items():
                 costs = [found[kind].get(name) for kind in ("median_cost", "median_cpu_cost")]
