@@ -1,6 +1,7 @@
 """Host and disk tiers: what saving costs, and how soon a long prompt answers from each tier.
 
-    python benchmarks/tiers.py [--model DIR] [--only writes turns] [--prompt 256] [--tokens 4000] [--rounds 6] [--output FILE.json]
+    python benchmarks/tiers.py [--model DIR] [--only writes turns] [--prompt 256] [--tokens 4000] [--rounds 6]
+        [--output FILE.json]
 
 `writes` runs the same load with no tiers, with a host tier, and with a host and a disk tier, in turns in one process on
 one engine; nothing is ever hit, so that all of it is what writing costs: in seconds until the answers are there, and in

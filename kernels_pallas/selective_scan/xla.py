@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.recurrence import is_single, scan_chunks, step_singles
-from kernels_pallas.rows import start_slots
+from kernels_pallas.rows import load_row, start_slots
 from kernels_pallas.spans import Spans
 
 Tokens = tuple[Array, Array, Array, Array]  # dt [T, D], dt * x [T, D], B [T, N], C [T, N], float32
@@ -76,11 +76,9 @@ def _single_tokens(
     def part(_: Array, t: Array, row: Array, from_zero: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state = carry[1]
         dt, dtx, B, C = (lax.dynamic_index_in_dim(a, t, keepdims=False) for a in tokens)
-        h = lax.dynamic_index_in_dim(state, row, keepdims=False)
-        h = _update(jnp.where(from_zero, 0, h).astype(jnp.float32), A, dt, dtx, B)
+        h = load_row(state, row, ~from_zero).astype(jnp.float32)
+        h = lax.optimization_barrier(_update(h, A, dt, dtx, B))  # computed once, for y and for the state
         state = lax.dynamic_update_index_in_dim(state, h.astype(state.dtype), row, 0)
-        # Read back rather than used twice: XLA would compute h again, from a state that has changed.
-        h = lax.dynamic_index_in_dim(state, row, keepdims=False).astype(jnp.float32)
         return jnp.sum(C[:, None] * h, axis=0, keepdims=True), state
 
     return step_singles(y, state, spans, base, 1, part)
