@@ -110,7 +110,8 @@ class Inspect:
 
     engine: Config = field(default_factory=EngineConfig)
     gpu: Literal["h100", "h200"] | None = None
-    """Compile the largest steps for this GPU, which need not be there, and plan its memory. Takes minutes."""
+    """Compile the largest steps for this GPU, or as many as tensor_parallel_size, which need not be there, and plan
+    their memory. Takes minutes."""
     json: bool = False
     """One JSON object."""
 
@@ -121,7 +122,7 @@ class Inspect:
 
         facts = inspect_model(self.engine)
         if self.gpu is not None:
-            facts["fit"] = Fit(self.engine, Site.gpu(GPUS[self.gpu])).report()
+            facts["fit"] = Fit(self.engine, Site.gpu(GPUS[self.gpu], self.engine.tensor_parallel_size)).report()
         if self.json:
             print(json.dumps(facts))
         else:

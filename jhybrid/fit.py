@@ -20,7 +20,7 @@ from jhybrid.cache.router import Router
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError, OutOfMemoryError
 from jhybrid.executables import Executables
-from jhybrid.mesh import make_mesh, using
+from jhybrid.mesh import local_shape, make_mesh, using
 from jhybrid.models import abstract_params, layouts_of
 from jhybrid.programs import Programs
 from jhybrid.runner import device_bytes_free
@@ -30,6 +30,7 @@ from jhybrid.weights.fingerprint import hashing
 from jhybrid.weights.load import choose_max_model_len, held_params, make_programs, mesh_of, read_model, shared_out
 from kernels_pallas.deviceless import devices_of
 from kernels_pallas.gpus import Gpu
+from kernels_pallas.program_text import kernels_in, whole_copies
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Site:
     capability: str | None = None  # an NVIDIA GPU's compute capability
 
     @classmethod
-    def gpu(cls, gpu: Gpu) -> "Site":
-        """One GPU that need not be there."""
-        return cls(gpu.name, "gpu", gpu.kind, gpu.memory, lambda: make_mesh([gpu.device()]), gpu.capability)
+    def gpu(cls, gpu: Gpu, size: int = 1) -> "Site":
+        """GPUs of one machine that need not be there, as many as `tensor_parallel_size`."""
+        return cls(gpu.name, "gpu", gpu.kind, gpu.memory, lambda: make_mesh(gpu.devices(size)), gpu.capability)
 
     @classmethod
     def slice(cls, slice_: Slice, config: EngineConfig) -> "Site":
@@ -136,9 +137,10 @@ class Fit:
                     raise
                 raise OutOfMemoryError(f"the compiler for {self.site.name} refuses a step: {error}") from error
         self.compiled, memory = programs, programs.memory
+        caches = {local_shape(leaf) for leaf in jax.tree.leaves(programs.abstract_cache(memory))}
         steps = []
         for bucket, program in programs.steps.items():
-            analysis = program.memory_analysis()
+            analysis, text = program.memory_analysis(), program.as_text()
             steps.append(
                 {
                     "bucket": str(bucket),
@@ -146,7 +148,8 @@ class Fit:
                     "scratch": analysis.temp_size_in_bytes,
                     "arguments": analysis.argument_size_in_bytes,
                     "updated_in_place": analysis.alias_size_in_bytes,
-                    "kernels": program.as_text().count('custom_call_target="mosaic_gpu'),
+                    "cache_copies": sum(whole_copies(text, shape) for shape in caches),
+                    "kernels": kernels_in(text),
                 }
             )
         facts = {"site": self.site.name, "num_parameters": self.num_parameters, "dtype": self.dtype}

@@ -167,9 +167,12 @@ def print_inspection(facts: dict[str, Any], console: Console) -> None:
 
 def print_fit(fit: dict[str, Any], console: Console) -> None:
     """A report of `Fit` as tables."""
-    steps = Table("step", "scratch", "updated in place", "compiled in s", title=f"Steps compiled for {fit['site']}")
+    columns = "step", "scratch", "updated in place", "kernels", "compiled in s"
+    steps = Table(*columns, title=f"Steps compiled for {fit['site']}")
     for step in fit["steps"]:
-        steps.add_row(step["bucket"], f"{step['scratch']:,}", f"{step['updated_in_place']:,}", f"{step['seconds']:.0f}")
+        kernels = ", ".join(f"{count} {op}" for op, count in step["kernels"].items())
+        sizes = f"{step['scratch']:,}", f"{step['updated_in_place']:,}"
+        steps.add_row(step["bucket"], *sizes, kernels, f"{step['seconds']:.0f}")
     console.print(steps)
     memory = Table("kind", "amount", title=f"Memory plan for each device of {fit['site']}, the steps' scratch included")
     for kind, amount in fit["memory"].items():

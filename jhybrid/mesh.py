@@ -128,6 +128,11 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
+def local_shape(shape: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Of each device's share of an array."""
+    return shape.shape if shape.sharding is None else shape.sharding.shard_shape(shape.shape)
+
+
 def split(x: Array, widths: Sequence[int], shards: int) -> list[Array]:
     """x [T, sum of `widths`], held shard by shard -> [T, width] each, their shares in the order of the shards."""
     ends = np.cumsum(widths)[:-1] // shards

@@ -165,7 +165,7 @@ class Programs:
         """
         self._startup.compiled(0, len(self.buckets))
         self.memory = self._compile_within(at_once or min(4, os.cpu_count() or 1))
-        cache, sampler = self._abstract_cache(self.memory), self._sampler
+        cache, sampler = self.abstract_cache(self.memory), self._sampler
         self.stages = self.memory.num_staged > 0
         mesh, get = self.executables.mesh, self.executables.get
         dtype = self._snapshot_dtype
@@ -228,7 +228,7 @@ class Programs:
     def _compile(self, bucket: Bucket, memory: MemoryPlan) -> None:
         start = time.perf_counter()
         layout = Layout(bucket, self.geometry(memory))
-        cache, sampler = self._abstract_cache(memory), self._sampler
+        cache, sampler = self.abstract_cache(memory), self._sampler
         vectors = (
             jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
             jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32),
@@ -271,7 +271,8 @@ class Programs:
         analysis = self.steps[bucket].memory_analysis()
         return int(analysis.temp_size_in_bytes) if analysis is not None else 0
 
-    def _abstract_cache(self, memory: MemoryPlan) -> Cache:
+    def abstract_cache(self, memory: MemoryPlan) -> Cache:
+        """The cache as shapes, with where they lie on a mesh."""
         return abstract_cache(
             self.router,
             slots=memory.num_slots + memory.snapshot_rows,

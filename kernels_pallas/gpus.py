@@ -39,13 +39,14 @@ class Gpu:
     matrix_flops: float  # bfloat16, dense
     capability: str = "9.0"  # what `jax.Device.compute_capability` says
 
-    def device(self) -> Any:
-        """A device to compile for, on which nothing can run. ModuleNotFoundError without the plugin's wheels."""
-        return _device(self)
+    def devices(self, count: int = 1) -> list[Any]:
+        """Devices of one machine to compile for, on which nothing can run. ModuleNotFoundError without the plugin's
+        wheels."""
+        return list(_devices(self, count))
 
     def place(self, tree: Any) -> Any:
         """The shapes of a pytree of arrays or shapes, as arguments of a program compiled for this GPU."""
-        sharding = SingleDeviceSharding(self.device())
+        sharding = SingleDeviceSharding(self.devices()[0])
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
     def floor_seconds(self, moved_bytes: float, flops: float = 0.0) -> float:
@@ -63,11 +64,12 @@ GPUS = {
 
 
 @functools.cache
-def _device(gpu: Gpu) -> Any:
+def _devices(gpu: Gpu, count: int) -> tuple[Any, ...]:
     described = HOPPER.format(memory=gpu.memory, bandwidth=int(gpu.bandwidth), kind=gpu.kind)
-    options = {"topology": "1x1x1", "target_config": described}
+    name = f"1x1x{count}"  # partitions, machines, devices of a machine
+    options = {"topology": name, "target_config": described}
     try:
-        return topologies.get_topology_desc(platform="cuda", topology_name="1x1x1", **options).devices[0]
+        return tuple(topologies.get_topology_desc(platform="cuda", topology_name=name, **options).devices)
     except NotImplementedError as error:
         raise ModuleNotFoundError(
             f"no compiler for {gpu.kind}: install the gpu-compile extra; without a GPU, set JAX_PLATFORMS=cpu"

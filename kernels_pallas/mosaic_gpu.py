@@ -59,8 +59,9 @@ def for_hopper(target: Target) -> None:
     """NotImplementedError on everything else: the kernels were compiled for nothing else."""
     if target.capability != "9.0":
         raise NotImplementedError(f"compute capability {target.capability}: the kernels are for Hopper, which has 9.0")
-    if not jax.sharding.get_abstract_mesh().empty:
-        raise NotImplementedError("within a mesh: the kernels were not compiled for one so far")
+    mesh = jax.sharding.get_abstract_mesh()
+    if not (mesh.empty or mesh.are_all_axes_manual):
+        raise NotImplementedError("within a mesh, arrays of all of it: the kernels take a device's share (shard_map)")
 
 
 def simulator(*, detect_races: bool = True) -> Any:

@@ -4,6 +4,7 @@ Usage: python engine_on_mesh.py MODEL SHARDS [OPTIONS as JSON]; the number of de
 """
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -15,20 +16,23 @@ from jhybrid.request import Output
 SIZES = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "chunk_size": 16, "page_size": 8}
 
 
-def answers(config: EngineConfig) -> tuple[list[Output], dict[str, int]]:
+def answers(config: EngineConfig) -> tuple[list[Output], dict[str, int], list[str]]:
+    """With the bytes that are held, and the dimensions of what the steps gather from all devices."""
     sampling = SamplingParams(max_tokens=8, temperature=0.8, seed=3, logprobs=3, prompt_logprobs=1)
     lengths = (5, 30, 40)
     with Engine(config) as engine:
         requests = [Request(prompt_token_ids=list(range(1, n)), sampling=sampling) for n in lengths]
         outputs = engine.generate(requests) + engine.generate(requests)
         assert engine.compilations_after_ready == 0
-        return outputs, engine.runner.memory.by_kind()
+        text = "".join(program.as_text() for program in engine.runner._programs.steps.values())
+        gathered = set(re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", text))
+        return outputs, engine.runner.memory.by_kind(), sorted(gathered)
 
 
 def main(model: str, shards: int, options: dict[str, Any]) -> None:
     given: dict[str, Any] = {"dtype": "float32", **SIZES, **options}
-    alone, memory = answers(EngineConfig(model, **given))
-    spread, shared = answers(EngineConfig(model, tensor_parallel_size=shards, **given))
+    alone, memory, _ = answers(EngineConfig(model, **given))
+    spread, shared, gathered = answers(EngineConfig(model, tensor_parallel_size=shards, **given))
     for ours, theirs in zip(spread, alone, strict=True):
         assert ours.token_ids == theirs.token_ids, (ours, theirs)
         assert ours.cached_tokens == theirs.cached_tokens
@@ -37,7 +41,8 @@ def main(model: str, shards: int, options: dict[str, Any]) -> None:
             np.testing.assert_allclose([p for _, p in mine], [p for _, p in other], rtol=0, atol=1e-4)
         for mine, other in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
             np.testing.assert_allclose(mine[0][1], other[0][1], rtol=0, atol=1e-4)
-    print(json.dumps({"alone": memory, "shared": shared, "cached_tokens": [o.cached_tokens for o in spread]}))
+    cached = [o.cached_tokens for o in spread]
+    print(json.dumps({"alone": memory, "shared": shared, "cached_tokens": cached, "gathered": gathered}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Fit: the demo model's steps compiled for GPUs that are not there. Needs the `gpu-compile` extra."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -25,26 +26,32 @@ def test_the_plan_is_the_engines_and_needs_no_compiler() -> None:
 
 def test_without_the_compiler_it_says_what_to_install() -> None:
     try:
-        GPUS["h100"].device()
+        GPUS["h100"].devices()
     except ModuleNotFoundError as error:
         assert "gpu-compile" in str(error)
     else:
         pytest.skip("the compiler is installed")
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_every_kind_of_step_compiles_and_updates_its_caches_in_place(gpu: str) -> None:
-    fit = Fit(CONFIG, Site.gpu(GPUS[gpu]))
+@pytest.mark.parametrize(("gpu", "size"), [("h100", 1), ("h200", 2)])
+def test_every_kind_of_step_compiles_with_its_kernels_and_updates_its_caches_in_place(gpu: str, size: int) -> None:
+    config = dataclasses.replace(CONFIG, tensor_parallel_size=size)
+    fit = Fit(config, Site.gpu(GPUS[gpu], size))
     try:
-        GPUS[gpu].device()
+        GPUS[gpu].devices()
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
     report = fit.report()
-    assert {s["bucket"] for s in report["steps"]} == {"decode[T=4,S=4]", "ragged[T=64,S=4]"}
-    memory = report["memory"]
-    for step in report["steps"]:
+    memory, steps = report["memory"], {step["bucket"]: step for step in report["steps"]}
+    assert steps["decode[T=4,S=4]"]["kernels"] == {"causal_conv": 6, "ssd": 6, "paged_attention": 2}
+    assert steps["ragged[T=64,S=4]"]["kernels"] == {"ssd": 9, "paged_attention": 2}
+    for step in steps.values():
         assert step["updated_in_place"] >= memory["kv"] + memory["state"]
+        assert step["cache_copies"] == 0
         assert 0 < step["scratch"] <= memory["scratch"]
+    for program in fit.compiled.steps.values():
+        gathered = re.findall(r"= \(?(\w+)\[.* all-gather(?:-start)?\(", program.as_text())
+        assert gathered == ["f32"] * 2 * (size > 1), "scores are gathered, in float32, and no weights"
 
 
 @pytest.mark.slow

@@ -109,6 +109,9 @@ def test_an_engine_on_a_mesh_answers_as_one_on_a_device(
     held = {kind: said["shared"][kind] / said["alone"][kind] for kind in ("weights", "kv")}
     assert 1 / count <= held["weights"] < 1, held
     assert 1 / count <= held["kv"] < 1 or count == 3, held
+    width = json.loads((GOLDEN / golden / "config.json").read_text())["hidden_size"]
+    assert "2,264" in said["gathered"], "scores are"
+    assert f"264,{width}" not in said["gathered"], "and the head is not"
 
 
 def test_rows_are_held_shard_by_shard_and_groups_more_than_once():

@@ -6,7 +6,7 @@ from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, linear
 from jhybrid.layers.parameter import parameter
-from jhybrid.mesh import Layout, on_all, shard_index, shards, summed_over_shards
+from jhybrid.mesh import Layout, on_all, over_shards, shard_index, shards, summed_over_shards
 from jhybrid.weights.names import TensorName
 
 
@@ -39,7 +39,12 @@ class Vocabulary(nn.Module):
 
     def logits(self, hidden: Array) -> Array:
         """hidden [n, M] -> [n, V] float32."""
-        return on_all(linear(hidden, self.lm_head, jnp.dtype(jnp.float32)))
+
+        def scores(hidden: Array, head: Array) -> Array:
+            return linear(hidden, head, jnp.dtype(jnp.float32))
+
+        # Told to leave the result on all devices, the compiler would gather the head there and not the scores.
+        return on_all(over_shards(scores, self.shards, (None, 0), 1)(hidden, self.lm_head))
 
 
 def vocabulary_names(embedding: tuple[str, ...], path: tuple[str, ...], *, tied: bool) -> list[TensorName]:

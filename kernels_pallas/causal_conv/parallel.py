@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kernels_pallas.rows import put_rows, states_before
 from kernels_pallas.snapshots import chunk_has_snapshot
@@ -27,7 +27,8 @@ def causal_conv(
     if window is None or spans.kind == "dense":
         raise NotImplementedError("dense spans, and spans without a window")
     (T, _), K = x.shape, weight.shape[1]
-    before = states_before(window, spans, base)  # [S, K, D]
+    # The barrier keeps XLA from reading the rows anew wherever they are used, for which it would copy the whole array.
+    held, before = lax.optimization_barrier((window, states_before(window, spans, base)))  # before: [S, K, D]
 
     def tap(tokens: Array, seqs: Array, age: int) -> Array:
         """[n, D] float32: the input `age` tokens before each of `tokens` [n] of `seqs` [n]."""
@@ -46,7 +47,5 @@ def causal_conv(
 
     used = spans.query_start[1:] > spans.query_start[:-1]
     ends = spans.chunk_start + spans.chunk_len - 1
-    window = put_rows(
-        window, base + spans.write_slot, kept(spans.query_start[1:] - 1, jnp.arange(spans.num_seqs)), used
-    )
-    return y, put_rows(window, base + spans.chunk_snapshot, kept(ends, spans.chunk_seq), chunk_has_snapshot(spans))
+    held = put_rows(held, base + spans.write_slot, kept(spans.query_start[1:] - 1, jnp.arange(spans.num_seqs)), used)
+    return y, put_rows(held, base + spans.chunk_snapshot, kept(ends, spans.chunk_seq), chunk_has_snapshot(spans))

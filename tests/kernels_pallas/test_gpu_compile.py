@@ -1,7 +1,6 @@
 """The ops compiled for an H200 that is not there: caches stay in place, and nothing is done for all experts or for the
 whole cache at once. Needs the `gpu-compile` extra (`make test-gpu-compile`); skipped without it."""
 
-import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,6 +15,7 @@ from kernels_pallas.gated_delta import gated_delta
 from kernels_pallas.gpus import GPUS
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.program_text import kernels_in, whole_copies
 from kernels_pallas.selective_scan import selective_scan
 from kernels_pallas.spans import Kind, Spans, make_spans
 from kernels_pallas.ssd import ssd
@@ -27,7 +27,7 @@ S, T = 32, 512
 BF16 = jnp.bfloat16
 
 try:
-    H200.device()
+    H200.devices()
 except ModuleNotFoundError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -44,12 +44,6 @@ def _spans(kind: Kind) -> Spans:
 def _compiled(run: Any, *shapes: Any) -> Any:
     """`run`, which is given its first argument to keep."""
     return jax.jit(run, donate_argnums=0).lower(*H200.place(shapes)).compile()
-
-
-def _copies(compiled: Any, shape: tuple[int, ...]) -> int:
-    """Instructions that write a whole array of this shape anew: copies, transpositions, conversions."""
-    text, dims = compiled.as_text(), ",".join(map(str, shape))
-    return len(re.findall(rf"= \w+\[{dims}\]\S* (?:copy|transpose|convert)\(", text))
 
 
 @cache
@@ -105,7 +99,7 @@ RECURRENT += [("gated_delta", "decode"), ("gated_delta", "ragged"), ("selective_
 def test_caches_are_updated_in_place(name: str, kind: Kind) -> None:
     compiled, held, _ = _op(name, kind, "parallel")
     memory = compiled.memory_analysis()
-    assert _copies(compiled, held.shape) == 0
+    assert whole_copies(compiled.as_text(), held.shape) == 0
     assert memory.alias_size_in_bytes >= held.size * held.dtype.itemsize, "the donated cache was not taken"
 
 
@@ -131,7 +125,7 @@ def test_experts_without_rows_cost_nothing() -> None:
     compiled = jax.jit(run).lower(*H200.place(shapes)).compile()
     weights = E * O * I * 2
     assert compiled.memory_analysis().temp_size_in_bytes < weights / 8
-    assert _copies(compiled, (E, O, I)) + _copies(compiled, (E, I, O)) == 0
+    assert whole_copies(compiled.as_text(), (E, O, I)) + whole_copies(compiled.as_text(), (E, I, O)) == 0
     assert f"[{E},{rows}," not in compiled.as_text(), "every row meets every expert"
 
 
@@ -139,7 +133,7 @@ def test_the_probe_sees_a_copy() -> None:
     """The loops that suit a CPU transpose the whole state on a GPU: what the probe is for."""
     compiled, held, _ = _op("ssd", "decode", "xla")
     by_state = (held.shape[2], held.shape[0], held.shape[1])
-    assert _copies(compiled, held.shape) + _copies(compiled, by_state) > 0
+    assert whole_copies(compiled.as_text(), held.shape) + whole_copies(compiled.as_text(), by_state) > 0
 
 
 OF_ITS_OWN = [("ssd", "decode", 2), ("gated_delta", "decode", 2), ("causal_conv", "decode", 2)]
@@ -150,14 +144,14 @@ OF_ITS_OWN += [("paged_attention", "decode", 1), ("paged_attention", "ragged", 1
 @pytest.mark.parametrize(("name", "kind", "kernels"), OF_ITS_OWN)
 def test_a_gpu_gets_its_kernels_unasked(name: str, kind: Kind, kernels: int) -> None:
     compiled, held, _ = _op(name, kind, None)
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels * LAYERS
-    assert _copies(compiled, held.shape) == 0
+    assert kernels_in(compiled.as_text()) == {name: kernels * LAYERS}
+    assert whole_copies(compiled.as_text(), held.shape) == 0
     assert compiled.memory_analysis().alias_size_in_bytes >= held.size * held.dtype.itemsize
 
 
 def test_what_is_forced_has_no_kernels() -> None:
     compiled, _, _ = _op("ssd", "decode", "parallel")
-    assert 'custom_call_target="mosaic_gpu' not in compiled.as_text()
+    assert not kernels_in(compiled.as_text())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -182,7 +176,7 @@ def test_the_ssd_kernel_compiles_and_stays_in_place(
 
     compiled = _compiled(layers, held, Shape((S, heads, head_dim), BF16), inputs, _spans("decode"))
     size = held.size * held.dtype.itemsize
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 2 * LAYERS
-    assert _copies(compiled, held.shape) == 0
+    assert kernels_in(compiled.as_text()) == {"ssd": 2 * LAYERS}
+    assert whole_copies(compiled.as_text(), held.shape) == 0
     assert compiled.memory_analysis().alias_size_in_bytes >= size
     assert compiled.memory_analysis().temp_size_in_bytes < size / 16
