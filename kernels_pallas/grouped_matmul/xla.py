@@ -1,4 +1,4 @@
-"""grouped_matmul in plain JAX: a loop over the groups that have rows on CPU, tiles on GPU, `ragged_dot` elsewhere.
+"""grouped_matmul in plain JAX: a loop over the groups that have rows on CPU. GPUs and TPUs have forms of their own.
 
 On CPU `ragged_dot` multiplies every row by every group's weight (110 ms against 2 ms for 8 rows and 32 groups of
 1024 x 512), so the loop there does the true products only, and reads only the weights that are hit.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas import products
-from kernels_pallas.grouped_matmul import tiles
+from kernels_pallas.grouped_matmul import tiles, tpu
 from kernels_pallas.grouped_matmul.tiles import tile_rows
 from kernels_pallas.scaled_matmul.xla import whole
 
@@ -23,7 +23,9 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array, scale: Array | N
     inputs, cpu = (x, weight, group_sizes), _differentiable
     if scale is not None:
         inputs, cpu = (*inputs, scale), _by_groups
-    return lax.platform_dependent(*inputs, cpu=cpu, cuda=tiles.grouped_matmul, default=_ragged_dot)
+    return lax.platform_dependent(
+        *inputs, cpu=cpu, cuda=tiles.grouped_matmul, tpu=tpu.grouped_matmul, default=_ragged_dot
+    )
 
 
 def _ragged_dot(x: Array, weight: Array, group_sizes: Array, scale: Array | None = None) -> Array:
