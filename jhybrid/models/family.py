@@ -1,6 +1,6 @@
 """Family: a model's config reader, its module and the places of its weights, as the rest of the engine sees them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +11,9 @@ from jax import Array
 
 from jhybrid.cache.router import NoCache, Part
 from jhybrid.layers.parameter import LAYOUTS, QUANTISABLE
-from jhybrid.mesh import Layout
+from jhybrid.mesh import AS_STORED, WHOLE, Layout
 from jhybrid.weights.names import TensorName
-from jhybrid.weights.places import leaves
+from jhybrid.weights.places import leaves, nest
 from kernels_pallas.spans import dense_spans
 
 
@@ -75,9 +75,20 @@ def layouts_of(module: nn.Module) -> dict[tuple[str, ...], Layout]:
     return dict(leaves(declared))
 
 
-def init_params(module: nn.Module, key: Array) -> dict[str, Any]:
-    """Fresh parameters, fit to train from; the same key gives the same ones."""
-    return jax.jit(lambda k: _init(module, k))(key)
+def init_params(
+    module: nn.Module, key: Array, shapes: Any = None, layouts: Mapping[tuple[str, ...], Layout] = AS_STORED
+) -> dict[str, Any]:
+    """Fresh parameters, fit to train from; the same key gives the same ones.
+
+    With `shapes` and `layouts` they come about where those say: no device ever holds all of what is shared out.
+    """
+
+    def held(key: Array) -> dict[str, Any]:
+        fresh = leaves(_init(module, key))
+        return nest({path: layouts.get(path, WHOLE).arranged(array) for path, array in fresh})
+
+    places = None if shapes is None else jax.tree.map(lambda shape: shape.sharding, shapes)
+    return jax.jit(held, out_shardings=places)(key)
 
 
 def _init(module: nn.Module, key: Array) -> dict[str, Any]:

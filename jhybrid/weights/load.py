@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import psutil
 from jax.sharding import Mesh
 
@@ -234,9 +233,8 @@ def load_params(
     scheme, quantise = read_scheme(config)
     quantisable = frozenset() if config.quantization == "none" else quantisable_params(module)
     if config.load_format == "dummy":
-        params = init_params(module, jax.random.key(config.base_seed))
-        params = params if quantise is None else rounded_params(params, quantisable, quantise)
-        return _arranged(params, shapes, layouts) if layouts else params
+        params = init_params(module, jax.random.key(config.base_seed), shapes, layouts)
+        return params if quantise is None else _placed(rounded_params(params, quantisable, quantise), shapes)
     if is_orbax(directory):
         return load_orbax(directory, shapes, quantisable=quantisable, quantise=quantise, layouts=layouts)
     names = family_for(model_config).weight_names(model_config)
@@ -246,15 +244,15 @@ def load_params(
     return load_safetensors(directory, shapes, names, ignored=IGNORED, **of)
 
 
-def _arranged(params: Any, shapes: Any, layouts: Mapping[Place, Layout]) -> dict[str, Any]:
-    """Parameters that came about in one place, where and as the layouts say."""
+def _placed(params: Any, shapes: Any) -> dict[str, Any]:
+    """Parameters and their scales, where the shapes of plain parameters say."""
     where, flat = dict(leaves(shapes)), {}
     for path, array in leaves(params):
-        weight = path if path in layouts else next(p for p in layouts if (*p[:-1], scale_of(p[-1])) == path)
+        weight = path if path in where else next(p for p in where if (*p[:-1], scale_of(p[-1])) == path)
         sharding = where[weight].sharding
         if path != weight:
             sharding = sharding and along_rows(sharding)
-        flat[path] = jax.device_put(layouts[weight].arranged(np.asarray(array)), sharding)
+        flat[path] = array if sharding is None else jax.device_put(array, sharding)
     return nest(flat)
 
 
