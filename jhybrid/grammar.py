@@ -5,6 +5,7 @@ request, masks are made in threads of their own: neither holds up the engine. Al
 """
 
 import functools
+import hashlib
 import json
 import re
 import threading
@@ -27,6 +28,9 @@ from jhybrid.tokenizer import Tokenizer
 
 MAX_GRAMMARS = 128
 """Compiled grammars kept; those in use are kept besides."""
+MAX_REFUSALS = 1024
+REFUSAL_SECONDS = 300.0
+"""How long it is known that a constraint was refused: what took too long may have done so on a busy machine."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -77,6 +81,8 @@ class Grammars:
         self._lock, self._building = threading.Lock(), threading.Lock()
         self._recent: OrderedDict[tuple, Grammar] = OrderedDict()
         self._live: WeakValueDictionary[tuple, Grammar] = WeakValueDictionary()
+        self._refused: OrderedDict[bytes, tuple[float, RequestError]] = OrderedDict()
+        self._underway: dict[tuple, Future[Grammar]] = {}
         self.pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="jhybrid-grammar")
         """Makes masks."""
         self._guard: GrammarGuard | None = None
@@ -86,25 +92,58 @@ class Grammars:
         self._guard = GrammarGuard(_Vocabulary(self._tokenizer, self._vocab_size, self._eos))
 
     def of(self, wanted: StructuredOutputs) -> Grammar:
-        """The compiled form. RequestError names the field and what is wrong with it."""
+        """The compiled form. RequestError names the field and what is wrong with it.
+
+        Whoever asks for what another has compiled at the moment waits for that.
+        """
         wanted.validate()
         kind = wanted.kind
         text = wanted.schema_text() if kind == "json" else getattr(wanted, kind)
         key = (kind, tuple(text) if kind == "choice" else text, wanted.reasoning)
         with self._lock:
-            found = self._live.get(key)
+            found = self._known(key)
             if found is not None:
-                self._recent[key] = found
-                self._recent.move_to_end(key)
                 return found
-        with self._building:
-            vocabulary = self._vocabulary
-        made = self._compile(vocabulary, kind, text, wanted.reasoning)
+            underway = self._underway.get(key)
+            if underway is None:
+                ours = self._underway[key] = Future()
+        if underway is not None:
+            return _result(underway)
+        try:
+            with self._building:
+                vocabulary = self._vocabulary
+            ours.set_result(self._compile(vocabulary, kind, text, wanted.reasoning))
+        except BaseException as error:  # noqa: BLE001 - it is told below, to all who wait
+            ours.set_exception(error)
         with self._lock:
-            self._live[key] = self._recent[key] = made
+            del self._underway[key]
+            self._keep(key, ours)
+        return _result(ours)
+
+    def _known(self, key: tuple) -> Grammar | None:
+        """What was compiled before; None for what was not. Raises the RequestError of before."""
+        found = self._live.get(key)
+        if found is not None:
+            self._recent[key] = found
+            self._recent.move_to_end(key)
+            return found
+        refused = self._refused.get(_digest(key)) if self._refused else None
+        if refused is not None and time.monotonic() - refused[0] < REFUSAL_SECONDS:
+            raise RequestError(*refused[1].args)
+        return None
+
+    def _keep(self, key: tuple, made: "Future[Grammar]") -> None:
+        error = made.exception()
+        if error is None:
+            self._live[key] = self._recent[key] = made.result()
             while len(self._recent) > MAX_GRAMMARS:
                 self._recent.popitem(last=False)
-        return made
+        elif isinstance(error, RequestError):
+            digest = _digest(key)
+            self._refused[digest] = time.monotonic(), RequestError(*error.args)
+            self._refused.move_to_end(digest)
+            while len(self._refused) > MAX_REFUSALS:
+                self._refused.popitem(last=False)
 
     def _compile(self, vocabulary: LLTokenizer, kind: str, text: Any, reasoning: Reasoning | None) -> Grammar:
         field = f"structured_outputs.{kind}"
@@ -147,6 +186,19 @@ class Grammars:
 
     def _literal(self, text: str) -> str:
         return literal(self._tokenizer, text)
+
+
+def _digest(key: tuple) -> bytes:
+    """A constraint in few bytes: refused ones may be long."""
+    return hashlib.sha256(repr(key).encode("utf-8", "surrogatepass")).digest()
+
+
+def _result(made: "Future[Grammar]") -> Grammar:
+    """What was compiled. A refusal is raised anew for each caller: tracebacks grow on the instance."""
+    error = made.exception()
+    if isinstance(error, RequestError):
+        raise RequestError(*error.args) from error.__cause__
+    return made.result()
 
 
 def literal(tokenizer: Tokenizer, text: str) -> str:
@@ -325,7 +377,7 @@ def _source(kind: str, text: Any) -> str:
     except RequestError:
         raise
     except (ValueError, RecursionError, GbnfToLarkError) as error:
-        raise RequestError(f"structured_outputs.{kind}", f"{error}; {REMEDIES[kind]}") from error
+        raise RequestError(f"structured_outputs.{kind}", f"{_short(str(error))}; {REMEDIES[kind]}") from error
 
 
 def _check_size(kind: str, size: int) -> None:
@@ -362,8 +414,13 @@ def _cause(matcher: LLMatcher, kind: str = "") -> str:
         cause = re.sub(r"\n +1 \| start: .*", "", cause.partition("(in regex): ")[2] or cause, flags=re.DOTALL)
     if cause.startswith("oneOf"):
         cause = "oneOf is not supported where its options overlap; use anyOf"
-    cause = cause[:500]
+    cause = _short(cause)
     return "it allows no text" if cause in ("", "NoExtension", "NoExtensionBias") else cause
+
+
+def _short(cause: str) -> str:
+    """As much of each line, some of which quote what was asked, as can be read."""
+    return "\n".join(line[:160].rstrip() for line in cause.splitlines())[:500]
 
 
 def _place(schema: str) -> str:

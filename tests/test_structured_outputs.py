@@ -6,7 +6,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
@@ -132,9 +134,11 @@ def test_a_grammar_that_takes_too_long_is_refused(guarded: Grammars, monkeypatch
     assert guard is not None and guard._process is not None
     guard._process.send_signal(signal.SIGSTOP)  # as if it were busy
     monkeypatch.setattr("jhybrid.grammar_guard.SECONDS", 0.2)
-    with pytest.raises(RequestError, match=r"the process that compiles it takes more than 0\.2 s"):
-        guarded.of(StructuredOutputs(regex="[a-d]+"))
-    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"the process that compiles it takes more than 0\.2 s"):
+            guarded.of(StructuredOutputs(regex="[a-d]+"))
+    assert guard._process is None, "the second time it is known"
+    monkeypatch.setattr(grammar_module, "REFUSAL_SECONDS", 0.0)
     assert guarded.of(StructuredOutputs(regex="[a-d]+")).first.any()
 
 
@@ -485,6 +489,56 @@ def test_grammars_are_kept_by_content_and_bounded(monkeypatch: pytest.MonkeyPatc
         grammars.of(StructuredOutputs(regex="a" * length))
     assert len(grammars._recent) == 3 and len(grammars._live) <= 4
     assert grammars.of(StructuredOutputs(json={"type": "integer"})) is held, "what somebody holds is found again"
+
+
+def test_refusals_are_known_and_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_module, "MAX_REFUSALS", 3)
+    grammars, compiled = Grammars(ToyTokenizer(), 64, frozenset({END})), []
+    compile_ = grammars._compile
+
+    def counted(vocabulary: Any, kind: str, text: str, reasoning: Any) -> grammar_module.Grammar:
+        compiled.append(text)
+        return compile_(vocabulary, kind, text, reasoning)
+
+    monkeypatch.setattr(grammars, "_compile", counted)
+    for _ in range(2):
+        for length in range(1, 4):
+            with pytest.raises(RequestError, match="unclosed group") as refused:
+                grammars.of(StructuredOutputs(regex="(" * length))
+            assert refused.value.field == "structured_outputs.regex"
+    assert compiled == ["(", "((", "((("]
+    for length in (4, 1, 4):
+        with pytest.raises(RequestError, match="unclosed group"):
+            grammars.of(StructuredOutputs(regex="(" * length))
+    assert compiled[3:] == ["((((", "("] and len(grammars._refused) == 3
+
+
+def test_what_many_ask_for_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    grammars, begun, go, compiled = Grammars(ToyTokenizer(), 64, frozenset({END})), Barrier(9), Event(), []
+    compile_ = grammars._compile
+
+    def slow(vocabulary: Any, kind: str, text: str, reasoning: Any) -> grammar_module.Grammar:
+        compiled.append(text)
+        assert go.wait(30)
+        return compile_(vocabulary, kind, text, reasoning)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+
+    def ask(regex: str) -> object:
+        begun.wait(30)
+        try:
+            return grammars.of(StructuredOutputs(regex=regex))
+        except RequestError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, regex) for regex in ("a(b", "[a-e]+") * 4]
+        begun.wait(30)
+        time.sleep(0.1)
+        go.set()
+        answers = [each.result(30) for each in asked]
+    assert sorted(compiled) == ["[a-e]+", "a(b"]
+    assert len(set(answers)) == 2 and not grammars._underway
 
 
 class OpeningTokenizer(ToyTokenizer):
