@@ -52,13 +52,12 @@ class Settings(Generic[Command]):
             except (TypeError, ValidationError) as error:
                 faults[name] = f"{_shown(name, value, self._secret)} in {path}: {_why(error)}"
             self._sources[name] = str(path)
-        if faults:
-            (name, fault), *others = faults.items()
-            raise ConfigError(name, "\n".join([fault, *(f"{other}: {what}" for other, what in others)]))
+        _raise(faults)
 
     def read_environment(self, variables: Mapping[str, str]) -> None:
         """Take the variables in whose names begin with JHYBRID_; empty ones are as if unset. ConfigError as above."""
         names = {PREFIX + name.upper(): name for name in self._types}
+        faults: dict[str, str] = {}
         for variable, text in variables.items():
             if not text or not variable.startswith(PREFIX) or variable in RESERVED:
                 continue
@@ -66,12 +65,14 @@ class Settings(Generic[Command]):
             hint = hint if re.match(f"{PREFIX}(SERVICE_|PORT)", variable) and not text.isdecimal() else ""
             name = names.get(variable)
             if name is None:
-                raise ConfigError(variable, f"is no setting{hint or _nearest(variable, names)}")
+                faults[variable] = f"is no setting{hint or _nearest(variable, names)}"
+                continue
             try:
                 self._values[name] = _parse(self._types[name], text)
             except ValidationError as error:
-                raise ConfigError(variable, f"{_shown(name, text, self._secret)}: {_why(error)}{hint}") from error
+                faults[variable] = f"{_shown(name, text, self._secret)}: {_why(error)}{hint}"
             self._sources[name] = variable
+        _raise(faults)
 
     def defaults(self) -> Command:
         """The command that no flag changes, without its secrets, so that no help text can show them.
@@ -103,6 +104,13 @@ class Settings(Generic[Command]):
         shown = {n: flat[n] for n in self._types if n not in self._secret and flat[n] is not None}
         plain = {n: list(v) if isinstance(v, tuple) else str(v) if isinstance(v, Path) else v for n, v in shown.items()}
         return "".join(f"{line}\n" for line in lines) + tomli_w.dumps(plain)
+
+
+def _raise(faults: Mapping[str, str]) -> None:
+    """ConfigError with all faults by name, if there are any."""
+    if faults:
+        (name, fault), *others = faults.items()
+        raise ConfigError(name, "\n".join([fault, *(f"{other}: {what}" for other, what in others)]))
 
 
 def _types(kind: Any) -> dict[str, Any]:

@@ -100,6 +100,17 @@ def test_what_the_environment_may_not_say(environment: dict[str, str], name: str
         Serve.of([])
 
 
+def test_everything_wrong_in_the_environment_is_told_at_once(environment: dict[str, str]):
+    environment |= {"JHYBRID_WAT": "1", "JHYBRID_PORT": "x", "JHYBRID_MAX_NUM_SEQS": "4", "JHYBRID_MAX_QUEUE": "many"}
+    with pytest.raises(ConfigError) as caught:
+        Serve.of([])
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "JHYBRID_WAT",
+        "JHYBRID_PORT",
+        "JHYBRID_MAX_QUEUE",
+    ]
+
+
 def test_what_is_printed_reads_back_equal(file: Path, capsys: pytest.CaptureFixture[str]):
     flags = [
         "--max-num-seqs",
