@@ -1,11 +1,12 @@
 """What the servers cost over the engine alone: tokens per second and time to first token, by number of streams.
 
-    python benchmarks/server.py [--tokens 64] [--repeats 3] [--output benchmarks/results/NAME.json] [-- FLAGS]
+    python benchmarks/server.py [--streams 1 32 200] [--tokens 64] [--repeats 3] [--output FILE] [-- FLAGS]
 
 The demo model in turns, so that each answer of the server has a partner: the engine in this process, and
 `jhybrid serve` with FLAGS in another one, asked from here over gRPC and HTTP. Server and client share the machine's
 cores with the engine, and the client's part is in the figures; how much CPU time each process had per token says whose
-part is how large. What the server itself needs is what it has more than the engine alone.
+part is how large. What the server itself needs is what it has more than the engine alone. What `--output` has of other
+numbers of streams, measured with the same tokens, repeats and flags, is kept, so that they can be measured one by one.
 """
 
 import argparse
@@ -27,7 +28,6 @@ from jhybrid import Engine, EngineConfig, Request, SamplingParams
 from jhybrid_server import wire
 
 CONFIG = EngineConfig(model="demo", max_num_seqs=32, max_model_len=1024)
-STREAMS = (1, 32, 200)
 Figures = dict[str, float]
 Results = dict[str, dict[str, list[Figures]]]
 """Way -> number of streams -> a figure per turn."""
@@ -93,7 +93,7 @@ def cpu_seconds(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def measure(engine: Engine, address: dict, pid: int, tokens: int, repeats: int) -> Results:
+async def measure(engine: Engine, address: dict, pid: int, counts: list[int], tokens: int, repeats: int) -> Results:
     """Figures of the engine alone and of both protocols, in turns, by number of streams."""
     port = int(address["http"].rpartition(":")[2])
     processes = {"client_cpu_us": psutil.Process(), "server_cpu_us": psutil.Process(pid)}
@@ -111,8 +111,8 @@ async def measure(engine: Engine, address: dict, pid: int, tokens: int, repeats:
         ways = {"engine": alone, "grpc": asked_over_grpc, "http": asked_over_http}
         for way in ways.values():
             await way(1)  # connections, imports and the like
-        results: Results = {name: {str(streams): [] for streams in STREAMS} for name in ways}
-        for streams in STREAMS:
+        results: Results = {name: {str(streams): [] for streams in counts} for name in ways}
+        for streams in counts:
             for turn in range(repeats):
                 for name in (*ways, *ways)[turn % 3 : turn % 3 + 3]:
                     before = {what: cpu_seconds(process) for what, process in processes.items()}
@@ -146,14 +146,13 @@ def print_table(results: Results) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 200])
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     parser.add_argument("flags", nargs="*", help="of jhybrid serve, after --")
-    arguments = parser.parse_args()
-    tokens, repeats = arguments.tokens, arguments.repeats
-    flags = ["--max-num-seqs", str(CONFIG.max_num_seqs), "--max-model-len", str(CONFIG.max_model_len)]
-    flags += arguments.flags
+    asked = parser.parse_args()
+    flags = ["--max-num-seqs", str(CONFIG.max_num_seqs), "--max-model-len", str(CONFIG.max_model_len), *asked.flags]
     command = [sys.executable, "-m", "jhybrid.cli", "serve", *flags, "--port", "0", "--grpc-port", "0", "--json"]
     with (
         Engine(CONFIG) as engine,
@@ -161,15 +160,23 @@ def main() -> None:
     ):
         assert server.stdout is not None
         try:
-            results = asyncio.run(measure(engine, json.loads(server.stdout.readline()), server.pid, tokens, repeats))
+            address = json.loads(server.stdout.readline())
+            results = asyncio.run(measure(engine, address, server.pid, asked.streams, asked.tokens, asked.repeats))
         finally:
             server.terminate()
     print_table(results)
-    if arguments.output is not None:
-        machine = {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
-        command = " ".join(["python benchmarks/server.py", *sys.argv[1:]])
-        text = {"command": command, "machine": machine}
-        arguments.output.write_text(json.dumps(text | {"results": results}, indent=1) + "\n")
+    if asked.output is not None:
+        write(asked.output, results, {"tokens": asked.tokens, "repeats": asked.repeats, "flags": asked.flags})
+
+
+def write(path: Path, results: Results, how: dict) -> None:
+    """The figures, beside those of other numbers of streams that were measured likewise."""
+    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
+    facts = {"command": "python benchmarks/server.py", "measured": how, "machine": machine}
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if {name: before.get(name) for name in facts} == facts:
+        results = {name: before["results"][name] | by_streams for name, by_streams in results.items()}
+    path.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
