@@ -50,6 +50,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,

@@ -128,6 +128,8 @@ class Engine:
         if name in self._sequences or any(delta.request_id == name for delta in self._told):
             raise RequestError("request_id", f"{name!r} is already running; choose another or leave it out")
         n = request.sampling.n
+        if n > self.config.max_queue:
+            raise RequestError("n", f"{n} answers never fit in max_queue={self.config.max_queue}; ask for fewer")
         if self.scheduler.num_waiting + n > self.config.max_queue:
             raise QueueFullError(
                 f"{self.scheduler.num_waiting} sequences wait and max_queue is {self.config.max_queue}; try again later"

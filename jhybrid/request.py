@@ -14,6 +14,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_N = 128
 MAX_SNAPSHOTS = 64
 MAX_SALT = 256
+MAX_ID = 256
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,7 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise RequestError("top_p", "0 keeps no token; use a value in (0, 1], or temperature=0 for greedy")
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0.0:
-            raise RequestError("repetition_penalty", "0 divides by zero; 1.0 switches it off")
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
@@ -122,6 +121,8 @@ class Request:
         self.sampling.validate(vocab_size)
         if self.request_id is not None and not isinstance(self.request_id, str):
             raise RequestError("request_id", f"must be a string or None, got {self.request_id!r}")
+        if self.request_id is not None and len(self.request_id) > MAX_ID:
+            raise RequestError("request_id", f"has {len(self.request_id)} characters, at most {MAX_ID} allowed")
         _integer("priority", self.priority, None, None)
         _flag("add_special_tokens", self.add_special_tokens)
         if (self.prompt is None) == (self.prompt_token_ids is None):

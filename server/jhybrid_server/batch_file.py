@@ -103,10 +103,12 @@ def _parse(number: int, own_id: str, text: str, taken: set[str]) -> Line:
             raise RequestError("custom_id", f"must be a non-empty string, got {name!r}")
         custom_id = name
         return Line(number, own_id, custom_id, *_asked(record, custom_id, taken))
-    except json.JSONDecodeError as error:
-        return Line(number, own_id, None, fault=RequestError("line", f"is no JSON: {error}"))
     except RequestError as error:
         return Line(number, own_id, custom_id, fault=error)
+    except ValueError as error:
+        return Line(number, own_id, None, fault=RequestError("line", f"is no JSON: {error}"))
+    except RecursionError:
+        return Line(number, own_id, None, fault=RequestError("line", "is nested too deeply; flatten it"))
 
 
 def _asked(record: dict[str, Any], custom_id: str, taken: set[str]) -> tuple[str, dict[str, Any]]:

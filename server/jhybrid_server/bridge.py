@@ -88,6 +88,10 @@ class Stream:
         self.wanted = True
         self._held: dict[int, list[Delta]] = {}  # by answer, what its caller is not told yet
 
+    def is_new(self, delta: Delta) -> bool:
+        """Whether nothing was due of a delta's answer before."""
+        return delta.index not in self._held
+
     def due(self, delta: Delta, interval: int) -> Iterable[Delta]:
         """What to tell now: an answer's first token at once, then `interval` tokens at a time, the rest at its end."""
         held = self._held.get(delta.index)
@@ -99,6 +103,10 @@ class Stream:
             return []
         self._held[delta.index] = []
         return _gathered(held)
+
+
+Told = list[tuple[Stream, Delta | JhybridError]]
+"""What callers are told, in its order."""
 
 
 class Bridge:
@@ -321,8 +329,9 @@ class Bridge:
             engine.abort(stream.name)
 
     def _hand_out(self, engine: ServedEngine, deltas: list[Delta]) -> None:
-        """Put deltas into their callers' queues, waking each event loop once."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta | JhybridError]]] = defaultdict(list)
+        """Put deltas into their callers' queues, waking each event loop once. Those that begin an answer come first:
+        somebody waits for them, while the others only have to keep up."""
+        by_loop: dict[asyncio.AbstractEventLoop, tuple[Told, Told]] = defaultdict(lambda: ([], []))
         for delta in deltas:
             stream = self._streams[delta.request_id]
             if delta.finish_reason is not None:
@@ -330,9 +339,11 @@ class Bridge:
                 if not stream.unfinished:
                     del self._streams[delta.request_id]
             if stream.wanted:
-                due = stream.due(delta, self._stream_interval)
-                by_loop[stream.loop].extend((stream, each) for each in due)
-        for loop, items in by_loop.items():
+                begin, go_on = by_loop[stream.loop]
+                told = begin if stream.is_new(delta) else go_on
+                told.extend((stream, each) for each in stream.due(delta, self._stream_interval))
+        for loop, (begin, go_on) in by_loop.items():
+            items = begin + go_on
             if not _deliver(loop, items):
                 log.warning("the event loop of %d requests is closed; they are aborted", len(items))
                 for stream, _ in items:
@@ -353,7 +364,7 @@ class Bridge:
         self._streams.clear()
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[Stream, Delta | JhybridError]]) -> bool:
+def _deliver(loop: asyncio.AbstractEventLoop, items: Told) -> bool:
     """Queue items in their event loop; False if it is closed."""
 
     def put() -> None:

@@ -233,7 +233,7 @@ class Desk:
 
         return await asyncio.to_thread(decode)
 
-    async def chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+    async def chat_prompt(self, /, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """The prompt text of a conversation; encode it without special tokens, which the template writes itself."""
         template = _template_of(self.tokenizer("messages"))
         return await asyncio.to_thread(template.render, messages, **variables)

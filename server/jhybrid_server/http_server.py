@@ -255,6 +255,9 @@ async def read(request: Request, kind: type[AnyBody]) -> AnyBody:
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, f"content-type is {content_type[:100]!r}; send application/json")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise HTTPException(415, f"content-encoding is {encoding[:100]!r}; send the body as it is")
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):

@@ -69,7 +69,8 @@ def serve(
     first signal lets running requests finish for up to `drain_timeout` seconds, a second one ends them at once. With
     work and no step that ends for `watchdog_seconds`, health turns NOT_SERVING until one does; 0 for never. Raises what
     keeps the engine from starting (ConfigError, WeightsError, OutOfMemoryError). Exit code 1 means that the engine's
-    thread died. `stream_interval` is the bridge's; `make_engine` stands in for the engine in tests.
+    thread died. A signal before the engine is there ends the process at once, with 0. `stream_interval` is the
+    bridge's; `make_engine` stands in for the engine in tests.
     """
     startup = Startup()
     bridge = Bridge(partial(make_engine or partial(_engine, config), startup), startup, stream_interval)
@@ -79,9 +80,12 @@ def serve(
     code = asyncio.run(_serve(desk, listening, drain_timeout, json_output))
     for tracer in tracers:
         tracer.close()
-    if not bridge.close(timeout=10.0 if bridge.started else 1.0):
-        # The engine's thread is loading, compiling or inside a step, none of which can be interrupted.
-        log.warning("the engine thread did not end in time; leaving without it")
+    if not bridge.close(timeout=10.0 if bridge.started else 0.0):
+        # Loading, compiling and a step cannot be interrupted, and the interpreter would wait for their threads.
+        if bridge.started:
+            log.warning("the engine's thread is still inside a step; leaving without it")
+        else:
+            log.info("left before the model was ready (%s)", startup)
         sys.stdout.flush()
         os._exit(code)
     return code

@@ -1,11 +1,11 @@
 """Tools in OpenAI's words: what may be called, what must be, and earlier calls in a conversation."""
 
-import json
 import keyword
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json
 
 from jhybrid.errors import RequestError
 from jhybrid_server.tool_formats import PYTHON_NAME, Tool, ToolCall, ToolFormat
@@ -64,8 +64,8 @@ class CallBody(BaseModel):
     def for_template(self, field: str) -> dict[str, Any]:
         """Templates write arguments themselves, from an object. RequestError if they are none."""
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = from_json(self.function.arguments or "{}")  # refuses half characters, unlike json
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise RequestError(f"{field}.function.arguments", "is no JSON object; send what the server told")

@@ -50,6 +50,9 @@ async def requests_of(desk: Desk, question: Question) -> list[Request]:
     context = await _tokens(desk, question.context, question.add_special_tokens)
     if not context:
         raise RequestError("context", "has no token, so nothing precedes the continuations; give at least one")
+    limit = desk.bridge.engine.model_info()["max_model_len"]
+    if len(context) >= limit:
+        raise RequestError("context", f"{len(context)} tokens leave no room in max_model_len={limit}; shorten it")
     requests = []
     for at, continuation in enumerate(question.continuations):
         if not continuation:
@@ -60,6 +63,9 @@ async def requests_of(desk: Desk, question: Question) -> list[Request]:
             start = min(len(context), len(whole) - 1)
         else:
             whole, start = context + await _tokens(desk, continuation, False), len(context)
+        if len(whole) > limit:
+            why = f"{len(whole)} tokens with the context exceed max_model_len={limit}; shorten one of them"
+            raise RequestError(f"continuations[{at}]", why)
         requests.append(
             Request(
                 prompt_token_ids=whole,

@@ -16,6 +16,8 @@ from jhybrid_server.bridge import NotReadyError, StuckError
 
 DOMAIN = "jhybrid"
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC puts a google.rpc.Status
+MOST_BYTES = 1000
+"""Of a message over gRPC; clients take 8 KiB of headers, and a message is there three times, one of them in `%xx`."""
 
 
 class ModelNotFoundError(JhybridError):
@@ -63,15 +65,22 @@ def status_of(error: Exception) -> Status:
     return next((status for kind, status in STATUSES.items() if isinstance(error, kind)), UNFORESEEN)
 
 
+def message_of(error: Exception) -> str:
+    """What gRPC tells of an error: as much of it as has room in what gRPC takes for headers, beside its details."""
+    text = f"{error}" if isinstance(error, JhybridError) else f"{type(error).__name__}: {error}"
+    said = text.encode("utf-8", "replace")
+    return said.decode() if len(said) <= MOST_BYTES else said[:MOST_BYTES].decode("utf-8", "ignore") + "..."
+
+
 def details_of(error: JhybridError) -> tuple[tuple[str, bytes], ...]:
     """Trailing metadata that tells programs what the status message tells people."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN)]
     if isinstance(error, RequestError):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field[:200], description=message_of(error))
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, RETRYABLE):
         details.append(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_SECONDS)))
-    status = status_pb2.Status(code=status_of(error).grpc.value[0], message=str(error))
+    status = status_pb2.Status(code=status_of(error).grpc.value[0], message=message_of(error))
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)

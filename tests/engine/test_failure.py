@@ -174,7 +174,7 @@ def test_the_queue_is_bounded(nemotron: Engine):
             nemotron.submit(greedy(prompt, 2))
         assert len({d.request_id for d in drain(nemotron) if d.finish_reason == "length"}) == 3
         assert len(nemotron.generate([greedy(prompt, 2) for _ in range(10)])) == 10
-        with pytest.raises(QueueFullError):
+        with pytest.raises(RequestError, match="n: 4 answers never fit in max_queue=3"):
             nemotron.generate([greedy(prompt, 2, n=4)])
     finally:
         object.__setattr__(nemotron.config, "max_queue", 4096)
@@ -240,6 +240,7 @@ V = 263
             ("logprobs", 10**6),
             ("prompt_logprobs", 21),
             ("repetition_penalty", 0.0),
+            ("repetition_penalty", 1e-40),
             ("presence_penalty", 3.0),
             ("frequency_penalty", float("nan")),
             ("seed", 1.5),

@@ -22,6 +22,11 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}. {% endfor %}"
 WORDS = ("to be", "or not", "that is the question", "whether", "tis nobler", "in the mind", "to suffer", "the slings")
 
 
+DEEP: list[Any] = []
+for _ in range(250):
+    DEEP = [DEEP]
+
+
 class Killed(Exception):
     """The run's process is gone."""
 
@@ -89,6 +94,9 @@ def test_chats_and_several_prompts(tmp_path: Path):
     ("line", "message"),
     [
         ("{no json\n", "line: is no JSON"),
+        ('{"a": ' * 100_000 + "\n", "line: is nested too deeply"),
+        ("1" * 5000 + "\n", "line: is no JSON: Exceeds the limit"),
+        (completion("x", "ay", user=DEEP), "body: is nested more than 200 levels deep; flatten it"),
         ("3\n", "line: must be an object, got int"),
         ({"method": "POST"}, "custom_id: must be a non-empty string"),
         (completion("good", "ay"), "custom_id: 'good' is given twice"),

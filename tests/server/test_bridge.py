@@ -82,6 +82,34 @@ def test_streams_in_intervals_begin_at_once(engine: FakeEngine):
         Bridge(lambda: engine, stream_interval=0)
 
 
+def test_first_tokens_are_told_before_the_others_of_their_step(bridge: Bridge, engine: FakeEngine):
+    told: list[tuple[str, int]] = []
+
+    async def read(request: Request) -> None:
+        async for delta in bridge.deltas(await bridge.open([request])):
+            told.append((delta.request_id, delta.index))
+
+    async def work() -> None:
+        await bridge.ready()
+        runs = [asyncio.create_task(read(Request("abc", sampling=ENDLESS, request_id=name))) for name in ("a", "b")]
+        while len(told) < 10:
+            await asyncio.sleep(0.001)
+        engine.gate.clear()
+        while not engine.is_held:
+            await asyncio.sleep(0.001)
+        late = asyncio.create_task(read(Request("abc", sampling=SamplingParams(max_tokens=3, n=2), request_id="late")))
+        await asyncio.sleep(0.1)
+        before = len(told)
+        engine.gate.set()
+        await late
+        assert told[before : before + 6] == [("a", 0), ("b", 0), ("late", 0), ("late", 1), ("a", 0), ("b", 0)]
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+
+    asyncio.run(work())
+
+
 def test_last_deltas_of_an_abandoned_request_reach_no_later_one_of_its_id(bridge: Bridge, engine: FakeEngine):
     request = Request(prompt="abc", sampling=SamplingParams(max_tokens=5), request_id="same")
 

@@ -180,6 +180,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         "messages[0].tool_calls[0].arguments",
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "[]"}]}]},
     ),
+    (
+        "messages[0].tool_calls[0].arguments",
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": '{"city": "\\ud800"}'}]}]},
+    ),
     ("messages[0].tool_call_id", {"messages": [{"role": "user", "tool_call_id": "x"}]}),
     ("messages[0].reasoning", {"messages": [{"role": "user", "reasoning": "x"}]}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"messages": "x"}}),

@@ -12,6 +12,7 @@ from google.protobuf import descriptor_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import generate_latest
 
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, QueueFullError, RequestError, StepError
 from jhybrid.request import Request, SamplingParams
@@ -23,7 +24,14 @@ from jhybrid_server.desk import Desk
 from jhybrid_server.grpc_server import MAX_MESSAGE_BYTES, GrpcServer
 from jhybrid_server.keys import Keys
 from jhybrid_server.scoring import Question
-from jhybrid_server.statuses import DETAILS_KEY, AbortedError, ModelNotFoundError, UnauthenticatedError, status_of
+from jhybrid_server.statuses import (
+    DETAILS_KEY,
+    AbortedError,
+    ModelNotFoundError,
+    UnauthenticatedError,
+    error_of,
+    status_of,
+)
 from jhybrid_server.v1 import inference_pb2 as pb
 from jhybrid_server.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.server.fake_engine import FakeEngine, answer_text
@@ -135,6 +143,7 @@ def test_async_client(served: Served):
         ("prompt_token_ids", {"prompt_token_ids": [1, 263]}),
         ("prompt_token_ids", {"prompt_token_ids": [-1]}),
         ("temperature", {"prompt": "a", "sampling": SamplingParams(temperature=math.nan)}),
+        ("request_id", {"prompt": "a", "request_id": "x" * 257}),
         ("n", {"prompt": "a", "sampling": SamplingParams(n=0)}),
         ("n", {"prompt": "a", "sampling": SamplingParams(n=10**6)}),
         ("logprobs", {"prompt": "a", "sampling": SamplingParams(logprobs=10**6)}),
@@ -353,6 +362,8 @@ def test_scores_are_of_the_continuation_alone(served: Served, engine: FakeEngine
         ("context", Question("", ["a"], add_special_tokens=False)),
         ("context", Question([], ["a"])),
         ("prompt_token_ids", Question([1], [[263]])),
+        ("context", Question("a" * 2000, ["b"] * 1000)),
+        ("continuations[1]", Question("a", ["b", "b" * 2000])),
     ],
 )
 def test_what_cannot_be_scored(served: Served, field: str, question: Question):
@@ -395,6 +406,58 @@ def test_a_message_beyond_the_limit_is_refused(served: Served, engine: FakeEngin
     with pytest.raises(grpc.RpcError) as caught:
         served.client.tokenize("x" * (MAX_MESSAGE_BYTES + 1))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def nested(depth: int) -> bytes:
+    """A ChatRequest whose chat_template_kwargs are lists in lists, by hand: no library writes it."""
+
+    def varint(number: int) -> bytes:
+        return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+    def part(number: int, content: bytes) -> bytes:
+        return varint(number << 3 | 2) + varint(len(content)) + content
+
+    value = b"\x20\x01"
+    for _ in range(depth):
+        value = part(6, part(1, value))
+    [field] = [f for f in pb.ChatRequest.DESCRIPTOR.fields if f.name == "chat_template_kwargs"]
+    request = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="a")])
+    request.options.sampling.max_tokens = 1
+    return request.SerializeToString() + part(field.number, part(1, part(1, b"x") + part(2, value)))
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete", "Chat", "Score", "Tokenize", "Detokenize", "Abort"])
+def test_bytes_that_are_no_message_are_a_bad_request(
+    served: Served, engine: FakeEngine, caplog: pytest.LogCaptureFixture, method: str
+):
+    for raw in (b"\xff", b"\x0a\x05ab", nested(300)):
+        if method != "Chat" and len(raw) > 9:
+            continue
+        with grpc.insecure_channel(served.target) as channel, pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(f"/jhybrid.v1.InferenceService/{method}")(raw, timeout=10))
+        error = error_of(caught.value)
+        assert isinstance(error, RequestError) and error.field == "message", caught.value
+        assert f"none that {method} takes" in str(error)
+    assert not caplog.records and not engine.submitted
+    assert 'outcome="refused"} 0.0' not in served.run(exposed(served))
+
+
+async def exposed(served: Served) -> str:
+    return generate_latest(served.desk.metrics.registry).decode()
+
+
+def test_values_nested_as_deeply_as_may_be(served: Served, engine: FakeEngine):
+    engine.tokenizer = ByteTokenizer(263, chat_template="{{ messages[0].content }}")
+    with grpc.insecure_channel(served.target) as channel:
+        chat = channel.unary_stream("/jhybrid.v1.InferenceService/Chat", None, pb.GenerateResponse.FromString)
+        assert list(chat(nested(30), timeout=10))[-1].finish_reason == pb.FINISH_REASON_LENGTH
+
+
+def test_long_refusals_have_room_in_the_headers(served: Served, engine: FakeEngine):
+    engine.tokenizer = ByteTokenizer(263, chat_template="{{ raise_exception(messages[0].content) }}")
+    with pytest.raises(RequestError, match=r"the chat template refused them: (é|🐏)+\.\.\.$") as refused:
+        list(served.client.chat([{"role": "user", "content": "é" * 300 + "🐏" * 5000}], SamplingParams()))
+    assert refused.value.field == "messages"
 
 
 def test_model_info_and_status(served: Served, engine: FakeEngine):

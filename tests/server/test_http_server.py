@@ -125,7 +125,8 @@ def test_echo_of_several_answers_waits_for_the_prompt(served: Served):
     for event in events(served.http.port, COMPLETIONS, body):
         if event != "[DONE]":
             first.setdefault(event["choices"][0]["index"], event["choices"][0])
-    assert [first[i]["text"] for i in (0, 1)] == ["abc" + answer_text(4, 1, i) for i in (0, 1)]
+    for i in (0, 1):  # one who is behind gets more with it
+        assert first[i]["text"].startswith("abc" + answer_text(4, 1, i))
     assert all(len(choice["logprobs"]["tokens"]) == 5 for choice in first.values())
 
 
@@ -254,6 +255,11 @@ def test_bad_chats_name_the_field(served: Served, engine: FakeEngine, param: str
     assert not engine.submitted
 
 
+def test_variables_of_templates_have_any_name(served: Served):
+    names = ("self", "cls", "values", "variables", "loop", "__class__", "raise_exception", "bos_token")
+    assert chat(served, max_tokens=1, chat_template_kwargs=dict.fromkeys(names, "x")).status == 200
+
+
 def test_harmless_values_of_what_is_not_supported(served: Served):
     body = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "user": "me"}
     assert chat(served, max_tokens=1, **body).status == 200
@@ -266,11 +272,34 @@ def test_what_is_no_json_object(served: Served, raw: bytes):
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
 
 
+NESTED: list[tuple[str, str]] = [
+    (COMPLETIONS, '{"prompt": %s}'),
+    (COMPLETIONS, '{"prompt": "a", "structured_outputs": {"json": {"enum": %s}}}'),
+    (COMPLETIONS, '{"prompt": "a", "logit_bias": {"1": %s}}'),
+    (COMPLETIONS, '{"prompt": "a", "wat": %s}'),
+    (CHAT, '{"messages": [{"role": "user", "content": %s}]}'),
+    (CHAT, '{"messages": [], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": %s}}}'),
+    (CHAT, '{"messages": [], "tools": [{"type": "function", "function": {"name": "a", "parameters": {"a": %s}}}]}'),
+    ("/tokenize", '{"messages": [], "chat_template_kwargs": {"a": %s}}'),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NESTED)
+@pytest.mark.parametrize("depth", [210, 5000])
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_bodies_that_are_nested_too_deeply(served: Served, path: str, body: str, depth: int, kind: str):
+    value = "[" * depth + "]" * depth if kind == "list" else '{"a":' * depth + "1" + "}" * depth
+    reply = ask(served.http.port, path, (body % value).encode())
+    assert (reply.status, reply.error["type"], reply.error["param"]) == (400, "invalid_request_error", "body")
+    assert reply.error["message"] == "body: is nested more than 200 levels deep; flatten it"
+
+
 def test_what_http_itself_refuses(served: Served, monkeypatch: pytest.MonkeyPatch):
     port = served.http.port
     assert ask(port, "/v1/nothing").status == 404 and ask(port, "/v1/nothing").error["message"] == "Not Found"
     assert ask(port, COMPLETIONS).status == 405
     assert ask(port, COMPLETIONS, {"prompt": "a"}, content_type="text/plain").status == 415
+    assert ask(port, COMPLETIONS, {"prompt": "a"}, content_encoding="gzip").status == 415
     monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
     assert complete(served, prompt="x" * 1000).status == 413
     with socket.create_connection(("127.0.0.1", port), 10) as chunked:

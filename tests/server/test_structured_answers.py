@@ -96,6 +96,10 @@ def test_beside_others_and_in_several_answers(hybrid: Served):
 
 
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}
+DEEP: dict[str, Any] = {}
+for _ in range(150):
+    DEEP = {"items": DEEP}
+DEEP_FORMAT = FORMAT | {"json_schema": {"name": "x", "schema": DEEP}}
 BAD: list[tuple[str, dict]] = [
     ("response_format.json_schema.schema", {"response_format": NO_SCHEMA}),
     ("response_format.json_schema.schema", {"response_format": FORMAT | {"json_schema": {"name": "x"}}}),
@@ -106,6 +110,13 @@ BAD: list[tuple[str, dict]] = [
     ("structured_outputs.choice", {"structured_outputs": {"choice": []}}),
     ("structured_outputs", {"structured_outputs": {}}),
     ("guided_json", {"guided_json": SCHEMA}),
+    (
+        "response_format.json_schema.schema",
+        {"response_format": FORMAT | {"json_schema": {"name": "x", "schema": DEEP}}},
+    ),
+    ("structured_outputs.json", {"structured_outputs": {"json": DEEP}}),
+    ("structured_outputs.json", {"structured_outputs": {"json": '{"items": ' * 5000 + "{}" + "}" * 5000}}),
+    ("structured_outputs.grammar", {"structured_outputs": {"grammar": "start: %json " + '{"items": ' * 5000}}),
 ]
 
 
@@ -116,11 +127,22 @@ def test_refusals_name_the_clients_field(hybrid: Served, param: str, body: dict)
         assert (reply.error["message"].startswith(f"{param}: ") and "; " in reply.error["message"]) or len(body) == 1
 
 
-def test_refusals_over_grpc(hybrid: Served):
-    sampling = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
-    with pytest.raises(RequestError, match="unclosed group") as refused:
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "🐏" * 5000 + "("}, "unclosed group"),
+        ({"json": DEEP}, "nested more than 100 levels"),
+        ({"json": '{"items": ' * 5000}, "nested too deeply"),
+        ({"grammar": "start: " + "(" * 5000}, "too deeply nested"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusals_over_grpc(hybrid: Served, wanted: dict[str, Any], message: str):
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(**wanted))
+    with pytest.raises(RequestError, match=message) as refused:
         hybrid.client.generate(Request(prompt="a", sampling=sampling))
-    assert refused.value.field == "structured_outputs.regex"
+    assert refused.value.field == f"structured_outputs.{next(iter(wanted))}"
 
 
 def test_the_openai_package(hybrid: Served):
