@@ -149,8 +149,8 @@ class Sizes:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def ssd_sizes(run: Run, step: Spans) -> Sizes:
-    heads, head_dim, state, groups = (4, 64, 64, 1) if run.small else (64, 64, 128, 8)
+def ssd_sizes(run: Run, step: Spans, state: int = 128) -> Sizes:
+    heads, head_dim, state, groups = (4, 64, 64, 1) if run.small else (64, 64, state, 8)
     (tokens,), seqs = step.token_seq.shape, step.num_seqs
     bc, dt = normal(tokens, groups, state), jax.nn.softplus(normal(tokens, heads, dtype=jnp.float32) - 3)
     x = normal(tokens, heads, head_dim)
@@ -188,8 +188,8 @@ def causal_conv_sizes(run: Run, step: Spans) -> Sizes:
     return Sizes(inputs, jnp.zeros((seqs + 1, 4, channels), jnp.bfloat16), moved)
 
 
-def paged_attention_sizes(run: Run, step: Spans) -> Sizes:
-    heads, kv_heads, dim = (4, 2, 64) if run.small else (32, 8, 128)
+def paged_attention_sizes(run: Run, step: Spans, dim: int = 128) -> Sizes:
+    heads, kv_heads, dim = (4, 2, 64) if run.small else (32, 8, dim)
     (tokens,), seqs = step.token_seq.shape, step.num_seqs
     q, kv = normal(tokens, heads, dim), normal(tokens, kv_heads, dim)
     context = int(np.asarray(step.first_pos)[0] + np.asarray(step.query_start)[1])
@@ -199,7 +199,7 @@ def paged_attention_sizes(run: Run, step: Spans) -> Sizes:
     return Sizes((q, kv, kv), pages, 2.0 * seqs * context * 2 * kv_heads * dim, flops, {"scale": 0.1})
 
 
-SIZES: dict[str, Callable[[Run, Spans], Sizes]] = {
+SIZES: dict[str, Callable[..., Sizes]] = {
     "ssd": ssd_sizes,
     "gated_delta": gated_delta_sizes,
     "selective_scan": selective_scan_sizes,

@@ -1,19 +1,24 @@
 """What can be known of GPUs without one: kernels and whole steps compiled for Hopper, their resources and their floors.
 
-    JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py [--only kernels|steps] [--output FILE]
+    JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py [--only kernels|steps] [--models ...] [--gpus ...]
+        [--devices ...] [--output FILE]
 
 Needs the extra `gpu-compile`. Kernels are compiled in processes of their own, since the assembler tells of registers,
-spills and shared memory on the error output alone. An earlier output is kept where this run has nothing newer.
+spills and shared memory in files alone. An earlier output is kept where this run has nothing newer: kernels by version
+of JAX, steps by model, GPU and number of devices.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,116 +26,178 @@ import gpu as timings
 import jax
 
 from jhybrid.config import EngineConfig
+from jhybrid.errors import OutOfMemoryError
 from jhybrid.fit import Fit, Site
 from kernels_pallas.gpus import GPUS
+from kernels_pallas.program_text import kernel_names, whole_copies
 from kernels_pallas.target import Target
 
 HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at work: sequences of `lens` tokens after `cached` each, and sizes other than the benchmark's."""
+
+    op: str
+    lens: tuple[int, ...]
+    cached: int = 4095
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        what = {"op": self.op, "sequences": len(self.lens), "tokens": sum(self.lens), "cached": self.cached}
+        return what | dict(self.sizes)
+
+
+DECODE, PROMPT = (1,) * 128, (2048,)
 CASES = [
-    *[(op, [1] * 128, 4095) for op in timings.OPS],
-    ("ssd", [2048], 4095),
-    ("selective_scan", [2048], 4095),
-    ("paged_attention", [2048], 4095),
-    ("paged_attention", [1], 32767),
+    *[Case(op, DECODE) for op in timings.OPS],
+    *[Case(op, PROMPT) for op in ("ssd", "selective_scan", "paged_attention")],
+    *[Case("ssd", lens, sizes=(("state", 256),)) for lens in (DECODE, PROMPT)],
+    *[Case("paged_attention", lens, sizes=(("dim", dim),)) for dim in (64, 256) for lens in (DECODE, PROMPT)],
+    Case("paged_attention", (1,), 32767),
 ]
 MODELS = {
-    "demo": EngineConfig(max_model_len=256),
+    "demo": EngineConfig(max_model_len=256, max_num_seqs=64),
     "nemotron_h_8b": EngineConfig(max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048),
     "nemotron_3_nano_30b_a3b": EngineConfig(max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048),
 }
 
 
-def compile_kernel(op: str, lens: list[int], cached: int) -> dict[str, Any]:
+def compile_kernel(case: Case) -> dict[str, Any]:
     """One layer of an op with its kernel, compiled for an H200: memory, and the floor of bandwidth and tensor cores."""
     h200, found = GPUS["h200"], []
-    pages = -(-(cached + max(lens)) // 16) if op == "paged_attention" else 1
-    step = replace(timings.spans(lens, [cached] * len(lens), pages), target=Target(capability=h200.capability))
+    pages = -(-(case.cached + max(case.lens)) // 16) if case.op == "paged_attention" else 1
+    cached = [case.cached] * len(case.lens)
+    step = replace(timings.spans(list(case.lens), cached, pages), target=Target(capability=h200.capability))
     run = timings.Run(600.0, False, h200)
 
     def arrays() -> Any:
-        found.append(timings.SIZES[op](run, step))
+        found.append(timings.SIZES[case.op](run, step, **dict(case.sizes)))
         return found[0].inputs, found[0].cache
 
     inputs, cache = jax.eval_shape(arrays)
-    sizes, function = found[0], getattr(import_module(f"kernels_pallas.{op}"), op)
+    sizes, function = found[0], getattr(import_module(f"kernels_pallas.{case.op}"), case.op)
 
     def once(cache: Any, inputs: Any, step: Any) -> Any:
         return function(*inputs, cache, step, **sizes.options, implementation="gpu")[::-1]
 
     compiled = jax.jit(once, donate_argnums=0).lower(*h200.place((cache, inputs, step))).compile()
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    bandwidth, products = h200.floor_seconds(sizes.moved), h200.floor_seconds(0.0, sizes.flops)
     return {
-        "floor_us": round(h200.floor_seconds(sizes.moved, sizes.flops) * 1e6, 2),
+        "floor_us": round(max(bandwidth, products) * 1e6, 2),
+        "floor_is": "bandwidth" if bandwidth >= products else "tensor cores",
         "scratch": memory.temp_size_in_bytes,
         "cache_in_place": memory.alias_size_in_bytes >= cache.size * cache.dtype.itemsize,
+        "cache_copies": whole_copies(text, cache.shape),
+        "kernels": [name for _, name in kernel_names(text)],
     }
 
 
-def resources(told: str) -> list[dict[str, Any]]:
-    """What the assembler said of each kernel."""
+FACTS = {
+    "registers": r"Used (\d+) registers",
+    "spill_stores": r"(\d+) bytes spill stores",
+    "spill_loads": r"(\d+) bytes spill loads",
+}
+REGISTERS, SHARED, MOST_THREADS = 65536, 233472, 2048  # of a multiprocessor
+THREADS = 128  # of a thread block, which has one warpgroup
+START_US = 2.0  # of a kernel after another
+
+
+def resources(dumped: Path) -> list[dict[str, Any]]:
+    """What the assembler and the launches say of each kernel that was dumped, in the order of their compilation.
+
+    `blocks_per_sm` is how many thread blocks registers and shared memory leave room for, `waves` how often all of those
+    of the GPU are filled.
+    """
     kernels = []
-    for part in told.split("Compiling entry function '")[1:]:
-        numbers = {
-            name: re.search(pattern, part)
-            for name, pattern in (
-                ("registers", r"Used (\d+) registers"),
-                ("spill_stores", r"(\d+) bytes spill stores"),
-                ("spill_loads", r"(\d+) bytes spill loads"),
-            )
-        }
-        name = part.split("'")[0].removesuffix("_mosaic_gpu_kernel")
-        kernels.append({"name": name} | {key: int(m[1]) for key, m in numbers.items() if m})
+    for file in sorted(dumped.glob("*.ptxas"), key=lambda f: f.stat().st_mtime_ns):
+        told, passes = file.read_text(), file.with_suffix(".mlir-passes.log").read_text()
+        found = {name: int(m[1]) for name, pattern in FACTS.items() if (m := re.search(pattern, told))}
+        launch = re.search(r"gpu\.launch .*? blocks\(.*?\) in \((.*?)\) .* dynamic_shared_memory_size %c(\d+)", passes)
+        assert launch is not None, file
+        found["shared"] = int(launch[2])
+        blocks = math.prod(int(n) for n in re.findall(r"= %c(\d+)", launch[1]))
+        allocated = -(-found["registers"] // 8) * 8 * THREADS
+        fit = REGISTERS // allocated, SHARED // (found["shared"] + 1024), MOST_THREADS // THREADS
+        found["blocks_per_sm"] = min(fit)
+        found["waves"] = round(blocks / (132 * found["blocks_per_sm"]), 3)
+        kernels.append(found)
     return kernels
+
+
+def share_at_most(floor_us: float, kernels: list[dict[str, Any]]) -> float:
+    """The share of the roofline that is left by starting the kernels and by the last wave of the one that does the work
+    (it has most registers), if everything else is perfect. An estimate: a card may well give less."""
+    waves = max(kernels, key=lambda kernel: kernel["registers"])["waves"]
+    return round(floor_us / (floor_us * math.ceil(waves) / waves + START_US * len(kernels)), 2)
 
 
 def kernels() -> list[dict[str, Any]]:
     rows = []
-    for op, lens, cached in CASES:
-        case = json.dumps([op, lens, cached])
-        environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}
-        command = [sys.executable, __file__, "--kernel", case]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        row = {"op": op, "sequences": len(lens), "tokens": sum(lens), "cached": cached}
-        if done.returncode:
-            row["failed"] = done.stderr[-500:]
-        else:
-            row |= json.loads(done.stdout.strip().splitlines()[-1])
-            row["kernels"] = resources(done.stdout + done.stderr)
+    for number, case in enumerate(CASES):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+            command = [sys.executable, __file__, "--kernel", str(number)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            row = case.row()
+            if done.returncode:
+                row["failed"] = done.stderr[-500:]
+            else:
+                row |= json.loads(done.stdout.strip().splitlines()[-1])
+                told = resources(Path(folder))
+                row["kernels"] = [{"name": n} | of for n, of in zip(row["kernels"], told, strict=True)]
+                row["share_at_most"] = share_at_most(row["floor_us"], row["kernels"])
         print(json.dumps(row), flush=True)
         rows.append(row)
     return rows
 
 
-def steps() -> list[dict[str, Any]]:
-    rows = []
-    for model, config in MODELS.items():
-        for gpu in GPUS.values():
-            if model != "demo":
-                config = replace(config, model=str(HERE / "models" / model), load_format="dummy")
-            report = Fit(config, Site.gpu(gpu)).report()
-            print(json.dumps({"model": model} | report), flush=True)
-            rows.append({"model": model} | report)
-    return rows
+def steps(model: str, gpu: str, devices: int) -> dict[str, Any]:
+    """The largest steps of a model, spread over so many devices, compiled; what each device needs."""
+    config = replace(MODELS[model], tensor_parallel_size=devices)
+    if model != "demo":
+        config = replace(config, model=str(HERE / "models" / model), load_format="dummy")
+    row = {"model": model, "devices": devices, "jax": jax.__version__}
+    try:
+        row |= Fit(config, Site.gpu(GPUS[gpu], devices)).report()
+    except OutOfMemoryError as error:
+        row |= {"site": gpu, "refused": str(error)}
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("kernels", "steps"))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--gpus", nargs="+", choices=GPUS, default=list(GPUS))
+    parser.add_argument("--devices", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--kernel", help=argparse.SUPPRESS)
+    parser.add_argument("--kernel", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.kernel:
-        print(json.dumps(compile_kernel(*json.loads(arguments.kernel))))
+    if arguments.kernel is not None:
+        print(json.dumps(compile_kernel(CASES[arguments.kernel])))
         return
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"kernels": {}, "steps": []}
     if arguments.output is not None and arguments.output.exists():
         found = json.loads(arguments.output.read_text())
-    found |= {"command": "JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py", "jax": jax.__version__}
-    for name, section in (("kernels", kernels), ("steps", steps)):
-        if arguments.only in (None, name):
-            found[name] = section()
-            if arguments.output is not None:
-                arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+
+    def keep() -> None:
+        if arguments.output is not None:
+            arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+
+    found["command"] = "JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py"
+    if arguments.only != "steps":
+        found["kernels"][jax.__version__] = kernels()
+        keep()
+    if arguments.only == "kernels":
+        return
+    for of in product(arguments.models, arguments.gpus, arguments.devices):
+        others = [row for row in found["steps"] if (row["model"], row["site"], row["devices"]) != of]
+        found["steps"] = [*others, steps(*of)]
+        keep()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def causal_conv(
         raise NotImplementedError("dense spans, and spans without a window")
     (T, _), K = x.shape, weight.shape[1]
     # The barrier keeps XLA from reading the rows anew wherever they are used, for which it would copy the whole array.
-    held, before = lax.optimization_barrier((window, states_before(window, spans, base)))  # before: [S, K, D]
+    before = states_before(window, spans, base).astype(window.dtype)  # [S, K, D]
+    held, before = lax.optimization_barrier((window, before))
 
     def tap(tokens: Array, seqs: Array, age: int) -> Array:
         """[n, D] float32: the input `age` tokens before each of `tokens` [n] of `seqs` [n]."""
