@@ -4,7 +4,9 @@ A bundle takes about a cycle. The dump has each once, with the depth of the loop
 each unit it uses.
 """
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,24 +46,22 @@ class Kernel:
     regions: list[Region]
     capacity: dict[str, int]  # slots of a bundle
 
-    def cycles(self, steps: int, trips: list[float], conditional: bool) -> tuple[float, dict[str, float]]:
+    def cycles(self, steps: float, trips: Sequence[float], shares: Sequence[float]) -> tuple[float, dict[str, float]]:
         """Bundles run, and slots used, in `steps` steps of the grid.
 
-        The outermost loop is the grid's. `trips` are those of inner loops that the compiler leaves open, in order;
-        `conditional` says whether what is conditional is run each time or never.
+        The outermost loop is the grid's. `trips` are those of inner loops that the compiler leaves open, in order.
+        `shares` say how often what is conditional is run: the first of the longest such region, the last of the rest.
         """
         total, used, open_trips = 0.0, dict.fromkeys(UNITS, 0.0), iter(trips)
-        counts: list[float] = []  # turns of each loop that the region is in
+        by_length = sorted((region for region in self.regions if region.conditional), key=lambda r: -r.bundles)
+        share_of = {id(region): shares[min(n, len(shares) - 1)] for n, region in enumerate(by_length)}
+        counts: list[float] = []  # turns of the loops begun last, by depth; a region of less depth need not end them
         for region in self.regions:
-            del counts[region.depth :]
-            if region.begins_loop or len(counts) < region.depth:
-                counts = counts[: region.depth - 1]
-                counts.append(steps if region.depth == 1 else region.trips or next(open_trips, 1))
-            if region.conditional and not conditional:
-                continue
-            times = 1.0
-            for count in counts:
-                times *= count
+            if region.begins_loop:
+                del counts[region.depth - 1 :]
+            while len(counts) < region.depth:
+                counts.append(region.trips or next(open_trips, 1) if counts else steps)
+            times = share_of.get(id(region), 1.0) * math.prod(counts[: region.depth])
             total += region.bundles * times
             for unit, slots in region.used.items():
                 used[unit] += slots * times

@@ -60,7 +60,7 @@ _EXACT = make_spans([10, 6], [0, 5], [0, 1], [0, 1], num_tokens=16, num_seqs=2, 
 _TPU: dict[str, Any] = {"groups": 2, "head_dim": 64, "state_size": 16, "layer": 1, "tpu": True}
 _TPU_SLOW: dict[str, Any] = _TPU | {"slow": True}
 _TPU_MIXED = ragged(
-    [17, 1, 9, 1, 12], [0, 4, 2, 0, 6], 16, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
+    [81, 1, 9, 1, 12], [0, 4, 2, 0, 6], 16, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
     snapshots={(0, 8): 5, (1, 1): 6, (2, 9): 7},
 )  # fmt: skip
 

@@ -40,16 +40,14 @@ def ssd(
         raise NotImplementedError("the TPU kernels of ssd need a state; dense spans have none")
     check_shapes(x, B, state)
     sizes = block_sizes(chip, "ssd")
-    T = x.shape[0]
     A, D, dt = (a.astype(jnp.float32) for a in (A, D, dt))
     if spans.kind == "decode":
         singles = singles_of(spans, spans.read_slot, base)
         y, state = _step(x, dt, A, B, C, D, state, singles, spans.target, sizes["step_lanes"])
         return y, state
     state, slots = start_slots(state, spans, base)
-    tile = min(sizes["chunk_tokens"], -(-T // 16) * 16)
-    pieces = pieces_of(spans, slots, base, tile)
-    y, state = _chunks(x, dt, A, B, C, D, state, pieces, spans.target, tile, sizes["chunk_lanes"])
+    pieces = pieces_of(spans, slots, base, sizes["chunk_tokens"])
+    y, state = _chunks(x, dt, A, B, C, D, state, pieces, spans.target, sizes)
     singles = singles_of(spans, slots, base)
     at = first_tokens(spans)
     rows, state = _step(x[at], dt[at], A, B[at], C[at], D, state, singles, spans.target, sizes["step_lanes"])
@@ -66,6 +64,8 @@ def check_shapes(x: Array, B: Array, state: Array) -> None:
         raise NotImplementedError(f"state_size {N} is no multiple of {SUBLANES[dtype]}, the rows of a {dtype} tile")
     if H // G * P % LANES:
         raise NotImplementedError(f"{H // G} heads per group of width {P} are no multiple of {LANES} lanes")
+    if P < 16:
+        raise NotImplementedError(f"head_dim {P} is below 16: runs of as many tokens would be cut out of a tile")
     if LANES % P and P % LANES:
         raise NotImplementedError(f"head_dim {P} neither divides {LANES} lanes nor is a multiple")
 
@@ -193,13 +193,14 @@ def _chunks(
     state: Array,
     pieces: Pieces,
     target: Target,
-    tile: int,
-    most_lanes: int,
+    sizes: dict[str, int],
 ) -> tuple[Array, Array]:
     """The tokens of `pieces`: y [T,H,P], what lies outside of them unspecified, and the state."""
     (T, H, P), (_, G, N), L = x.shape, B.shape, state.shape[2]
     per_group = H // G
     unit = max(1, LANES // P)  # heads of one lane tile
+    tile, most_lanes = sizes["chunk_tokens"], min(sizes["chunk_lanes"], LANES * P)
+    run = min(tile, LANES // unit)  # tokens; those of all heads of a lane tile fit on it side by side
     groups = largest_divisor(G, max(1, most_lanes // (per_group * P)))  # of a block
     heads = groups * unit * largest_divisor(per_group // unit, max(1, most_lanes // P // unit // groups))
     blocks, lanes = H // heads, heads * P
@@ -213,14 +214,14 @@ def _chunks(
     def all_heads(p, b, items, *_):
         return items[0, p], 0
 
-    def group(p, b, items, *_):
-        return b * heads // per_group // groups, items[0, p], 0
+    def all_groups(p, b, items, *_):
+        return 0, items[0, p], 0
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     parts = 2 if x.dtype == jnp.float32 else 1
     rows = pltpu.VMEM((2, N, lanes), state.dtype)
     y, state = pl.pallas_call(
-        functools.partial(_chunk_kernel, heads=heads, blocks_per_group=max(1, per_group // heads)),
+        functools.partial(_chunk_kernel, heads=heads, groups=groups, blocks_per_group=max(1, per_group // heads)),
         name="ssd_chunks",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -229,8 +230,8 @@ def _chunks(
                 pl.BlockSpec((tile, lanes), tokens),
                 pl.BlockSpec((tile, H), all_heads),
                 pl.BlockSpec((1, H), lambda *_: (0, 0)),
-                pl.BlockSpec((groups, tile, N), group),
-                pl.BlockSpec((groups, tile, N), group),
+                pl.BlockSpec((G, tile, N), all_groups),
+                pl.BlockSpec((G, tile, N), all_groups),
                 pl.BlockSpec((1, lanes), lambda p, b, *_: (0, b)),
                 anywhere,
             ],
@@ -238,11 +239,11 @@ def _chunks(
             out_specs=[pl.BlockSpec((tile, L), lambda p, b, items, *_: (items[0, p], 0)), anywhere],
             scratch_shapes=[
                 pltpu.VMEM((blocks, N, lanes), jnp.float32),
-                pltpu.VMEM((parts, blocks, tile, heads), jnp.float32),
-                pltpu.VMEM((parts, blocks, heads, tile), jnp.float32),
-                pltpu.VMEM((blocks, heads, tile), jnp.float32),
-                pltpu.VMEM((groups, N, tile), jnp.float32),
-                pltpu.VMEM((groups, tile, tile), jnp.float32),
+                pltpu.VMEM((parts + 1, -(-blocks // (LANES // heads)), tile, LANES), jnp.float32),
+                pltpu.VMEM((parts, tile // run, blocks, heads, run * unit), jnp.float32),
+                pltpu.VMEM((G, N, tile), x.dtype),
+                pltpu.VMEM((G, tile // run, tile, run * unit), jnp.float32),
+                pltpu.VMEM((tile, lanes), x.dtype),
                 rows,
                 rows,
                 pltpu.SMEM((2, 2), jnp.int32),
@@ -267,23 +268,30 @@ def _chunks(
 
 def _chunk_kernel(
     items, x, dt, A, B, C, D, _, y, state,
-    h, columns, rows, to_end_rows, keys, scores, loaded, stored, pending, load_done, store_done,
-    *, heads, blocks_per_group,
+    h, columns, rows, keys, scores, kept, loaded, stored, pending, load_done, store_done,
+    *, heads, groups, blocks_per_group,
 ):  # fmt: skip
     """One block of heads of one piece.
 
-    y_i = sum_{j<=i} C_i B_j decay(i, j) dt_j x_j + decay(i, start) C_i h + D x_i. Broadcasting a column over lanes is
-    what the chip is slowest at, so only the sums of log decays are. What is a factor of token j is a row: dt is a term
-    of the exponents, and what a token adds to the state is weighed in its key.
+    y_i = sum_{j<=i} C_i B_j decay(i, j) dt_j x_j + decay(i, start) C_i h + D x_i. The j are taken a run at a time:
+    those of all heads of a lane tile lie side by side on the lanes, and their x on a diagonal of blocks, so that one
+    product gives all these heads. What is a factor of i, or of j in the state, is fetched along the lanes from a column
+    per head; what is a factor of j in y is a row, dt as a term of the exponents. Vector instructions are what counts.
     """
     p, b = pl.program_id(0), pl.program_id(1)
-    (Q, lanes), dtype, groups = x.shape, x.dtype, B.shape[0]
-    P = lanes // heads
+    (Q, lanes), dtype = x.shape, x.dtype
+    P, parts, (runs, _, beside) = lanes // heads, rows.shape[0], scores.shape[1:]
+    run, of_column_tile = Q // runs, LANES // heads  # blocks
+    unit = beside // run  # heads of a lane tile
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     product = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
 
     def window(row, block):
         return state.at[row, :, pl.ds(pl.multiple_of(block * lanes, LANES), lanes)]
+
+    def side_by_side(values, r):
+        """Those of run r, along the last axis, once for each head of a lane tile."""
+        return jnp.concatenate([values[:, r * run : (r + 1) * run]] * unit, axis=1)
 
     loads = Loads(loaded, load_done, window)
     stores = Stores(stored, store_done, pending, window)
@@ -291,31 +299,35 @@ def _chunk_kernel(
     token = lax.broadcasted_iota(jnp.int32, (Q, 1), 0)
     mine = (token >= items[1, p]) & (token < items[2, p])
     lower = lax.broadcasted_iota(jnp.int32, (Q, Q), 0) >= lax.broadcasted_iota(jnp.int32, (Q, Q), 1)
+    of_block = pl.ds(pl.multiple_of(b * lanes, LANES), lanes)
 
     @pl.when(b == 0)
     def _():
-        of_token = jnp.where(mine, dt[...], 0.0)
-        of_row = jnp.log2(jnp.swapaxes(of_token, 0, 1))  # [H, Q]
-        to_end = of_row
-        for n, part in enumerate(log_decay_parts(of_token * A[...], columns.shape[0])):
-            sums = jnp.dot(lower.astype(jnp.float32), part, precision=lax.Precision.HIGHEST)  # [Q, H]
-            sums_of_row = jnp.swapaxes(sums, 0, 1)
-            to_end += sums_of_row[:, Q - 1 :] - sums_of_row
-            if n == columns.shape[0] - 1:
-                sums_of_row -= of_row
-            for m in range(h.shape[0]):
-                columns[n, m] = sums[:, m * heads : (m + 1) * heads]
-                rows[n, m] = sums_of_row[m * heads : (m + 1) * heads]
-        weight = jnp.exp2(to_end)
-        for m in range(h.shape[0]):
-            to_end_rows[m] = weight[m * heads : (m + 1) * heads]
+        def put(n, values):
+            for m in range(columns.shape[1]):
+                part = values[:, m * of_column_tile * heads : (m + 1) * of_column_tile * heads]
+                columns[n, m, :, : part.shape[1]] = part
 
-    @pl.when(b % blocks_per_group == 0)
-    def _():
-        for g in range(groups):
-            B_g = jnp.where(mine, B[g], jnp.zeros_like(B[g]))
-            keys[g] = jnp.swapaxes(B_g.astype(jnp.float32), 0, 1)  # [N, Q]
-            scores[g] = jnp.where(lower, product(C[g], keys[g].astype(dtype)), 0.0)
+        of_token = jnp.where(mine, dt[...], 0.0)
+        to_end = jnp.zeros_like(of_token)
+        for n, part in enumerate(log_decay_parts(of_token * A[...], parts)):
+            sums = jnp.dot(lower.astype(jnp.float32), part, precision=lax.Precision.HIGHEST)  # [Q, H]
+            to_end += sums[Q - 1 :] - sums
+            put(n, sums)
+            if n == parts - 1:
+                sums -= jnp.log2(of_token)
+            sums_of_row = jnp.swapaxes(sums, 0, 1)
+            for r in range(runs):
+                of_run = side_by_side(sums_of_row, r)
+                for m in range(h.shape[0]):
+                    rows[n, r, m] = of_run[m * heads : (m + 1) * heads]
+        put(parts, jnp.exp2(to_end) * of_token)
+        for g in range(B.shape[0]):
+            of_state = jnp.swapaxes(jnp.where(mine, B[g].astype(jnp.float32), 0.0), 0, 1).astype(dtype)  # [N, Q]
+            keys[g] = of_state
+            of_group = jnp.where(lower, product(C[g], of_state), 0.0)
+            for r in range(runs):
+                scores[g, r] = side_by_side(of_group, r)
 
     loads.wait(step, items[4, p], b)
 
@@ -324,35 +336,48 @@ def _chunk_kernel(
         before = loaded[step % 2].astype(jnp.float32)
         h[b] = jnp.where(items[4, p] >= 0, before, 0.0)
 
-    width = max(P, LANES)
-    per_tile = width // P
-    head_of_lane = lax.broadcasted_iota(jnp.int32, (1, width), 1) // P
+    @pl.when(items[1, p] > 0)  # earlier pieces of the tile
+    def _():
+        kept[...] = y[:, of_block]
 
-    def pick(values):
-        """Of a value per head of a lane tile, each head's own lanes."""
-        out = values[0]
-        for k, value in enumerate(values[1:], 1):
-            out = jnp.where(head_of_lane == k, value, out)
-        return out
+    # [Q, LANES], of the head of each lane
+    fetch = functools.partial(jnp.take_along_axis, axis=1, mode="promise_in_bounds")
+    column = lax.broadcasted_iota(jnp.int32, (Q, LANES), 1) // P + b % of_column_tile * heads
+    head_of_lane = lax.broadcasted_iota(jnp.int32, (run, LANES), 1) // P  # of a lane tile
+    head_beside = lax.broadcasted_iota(jnp.int32, (1, beside), 1) // run
+    following = h[b, :, :LANES]
+    for n in range(lanes // LANES):
+        at, first, before = slice(n * LANES, (n + 1) * LANES), n * LANES // P, following
+        g = b // blocks_per_group * groups + n * LANES * groups // lanes
+        *since, to_end = (fetch(columns[m, b // of_column_tile], first + column) for m in range(parts + 1))
+        wide = jnp.where(mine, x[:, at].astype(jnp.float32), 0.0)
+        from_start, x_n = jnp.exp2(sum(since)), wide.astype(dtype)
+        out = product(C[g], before.astype(dtype)) * from_start + wide * D[:, at]
+        added = product(keys[g], (wide * to_end).astype(dtype))
+        if n + 1 < lanes // LANES:  # before the store, which the compiler would have it wait for
+            following = h[b, :, (n + 1) * LANES : (n + 2) * LANES]
+        h[b, :, at] = before * from_start[Q - 1 :] + added
+        for r in range(runs):
+            start = r * run
+            between = jnp.zeros((), jnp.float32)
+            for m, part in enumerate(since):
+                row = rows[m, r, b, first : first + 1]
+                for k in range(1, unit):
+                    row = jnp.where(head_beside == k, rows[m, r, b, first + k : first + k + 1], row)
+                between += part[start:, :beside] - row
+            own = jnp.minimum(between[:run], LARGEST)  # what is not earlier has a score of 0
+            between = own if r + 1 == runs else jnp.concatenate([own, between[run:]], axis=0)
+            weights = scores[g, r, start:] * jnp.exp2(between)
+            x_r = x_n[start : start + run]
+            of_heads = [jnp.where(head_of_lane == k, x_r, jnp.zeros_like(x_r)) for k in range(unit)]
+            got = product(weights.astype(dtype), jnp.concatenate(of_heads, axis=0))
+            out = got + out if start == 0 else jnp.concatenate([out[:start], out[start:] + got], axis=0)
+        y[:, pl.ds(pl.multiple_of(b * lanes + n * LANES, LANES), LANES)] = out.astype(dtype)
 
-    for n in range(lanes // width):
-        at, g = slice(n * width, (n + 1) * width), n * width * groups // lanes
-        x_n = jnp.where(mine, x[:, at], jnp.zeros_like(x[:, at]))
-        within, added, since = [], [], []
-        for head in range(n * per_tile, (n + 1) * per_tile):
-            row = slice(head, head + 1)
-            sums = [columns[m, b, :, row] for m in range(columns.shape[0])]  # [Q, 1]
-            between = sum(part - rows[m, b, row] for m, part in enumerate(sums))
-            weights = scores[g] * jnp.exp2(jnp.minimum(between, LARGEST))
-            within.append(product(weights.astype(dtype), x_n))
-            added.append(product((keys[g] * to_end_rows[b, row]).astype(dtype), x_n))  # [N, width]
-            since.append(sum(jnp.broadcast_to(part, (Q, width)) for part in sums))
-        from_start = jnp.exp2(pick(since))  # [Q, width]
-        before = h[b, :, at]
-        out = product(C[g], before.astype(dtype)) * from_start + x_n.astype(jnp.float32) * D[:, at] + pick(within)
-        of_y = pl.ds(pl.multiple_of(b * lanes + n * width, LANES), width)
-        y[:, of_y] = jnp.where(mine, out.astype(dtype), y[:, of_y])
-        h[b, :, at] = before * from_start[Q - 1 :] + pick(added)
+    @pl.when(items[1, p] > 0)
+    def _():
+        y[:, of_block] = jnp.where(token < items[1, p], kept[...], y[:, of_block])
+
     targets = (items[5, p], items[6, p])
 
     @pl.when((targets[0] >= 0) | (targets[1] >= 0))
