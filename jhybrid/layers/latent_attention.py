@@ -20,6 +20,7 @@ from jhybrid.layers.parameter import parameter
 from jhybrid.mesh import Layout, over_shards, shards
 from jhybrid.weights.names import TensorName
 from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.products import by_head
 from kernels_pallas.spans import Spans
 
 LATENT_EPS = 1e-6  # of the latent's norm; no config has it
@@ -76,7 +77,7 @@ class LatentAttention(nn.Module):
         kept = jnp.concatenate([latent, shared], axis=1)[:, None]  # [T, 1, L + shared]
         to_key, to_value = self._head_projections()
         q, q_shared = jnp.split(q.reshape(-1, spec.num_heads, spec.key_dim), [spec.own_key_dim], axis=2)
-        q = jnp.einsum("thk,hkl->thl", q, to_key, preferred_element_type=jnp.float32)
+        q = by_head("thk,hkl->thl", q, to_key)
         q = jnp.concatenate([q, q_shared.astype(jnp.float32)], axis=2)  # [T, Hq, L + shared]
         pages, base = cache.open(self.layer_id, "kv")
         attend = partial(paged_attention, scale=spec.key_dim**-0.5, base=base)
@@ -84,7 +85,7 @@ class LatentAttention(nn.Module):
         read, pages = over_shards(attend, spec.shards, *axes)(q, kept, None, pages, spans)
         cache = cache.put(self.layer_id, "kv", pages)
         read = read[..., : spec.latent_size].astype(self.dtype)
-        o = jnp.einsum("thl,hvl->thv", read, to_value)  # [T, Hq, value]
+        o = by_head("thl,hvl->thv", read, to_value).astype(self.dtype)  # [T, Hq, value]
         width = spec.num_heads * spec.value_dim
         across = Layout(spec.shards, axis=1)
         out = Linear(spec.hidden_size, width, self.dtype, init_std=self.out_std, layout=across, name="o_proj")

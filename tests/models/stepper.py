@@ -28,13 +28,13 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the tim
 class Stepper:
     """One model and its cache. `feed` runs a step; sequences are named by small integers and keep their lengths."""
 
-    def __init__(self, directory: Path, mesh: Mesh | None = None):
+    def __init__(self, directory: Path, mesh: Mesh | None = None, dtype: str = "float32"):
         self.config, self.mesh = read_config(directory), mesh
         family = family_for(self.config)
-        self.module = family.module(self.config, jnp.dtype("float32"))
+        self.module = family.module(self.config, jnp.dtype(dtype))
         ignored = [r"lm_head\.weight"] if self.config.tie_word_embeddings else []
         names = family.weight_names(self.config)
-        dtypes = {"kv_dtype": "float32", "state_dtype": "float32", "conv_dtype": "float32"}
+        dtypes = {"kv_dtype": dtype, "state_dtype": "float32", "conv_dtype": dtype}
         with using(mesh):
             self.router = Router(self.config.layer_parts(page_size=PAGE, **dtypes))
             layouts = layouts_of(self.module)

@@ -1,10 +1,15 @@
-"""A bfloat16 model: which parameters stay float32, and that a step returns the dtypes and shapes it was given."""
+"""A bfloat16 model: which parameters stay float32, that a step returns the dtypes and shapes it was given, and that its
+rounding noise is no more than Hugging Face's own.
+"""
 
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from stepper import Stepper
 
 from jhybrid.cache.router import Cache, Router
 from jhybrid.models import abstract_params, family_for, read_config
@@ -14,6 +19,9 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 FLOAT32_LEAVES = ("['A_log']", "['D']", "['dt_bias']", "norm']['weight']", "router']['weight']", "['correction_bias']")
 SLOTS, PAGES, TOKENS = 3, 5, 4
+NOISE: dict[str, float] = json.loads((GOLDEN / "bfloat16.json").read_text())
+"""Of Hugging Face's bfloat16, see make_bfloat16.py."""
+QUICK = ("jamba", "kimi_linear", "nemotron_h_dense", "qwen3_next")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,3 +57,18 @@ def test_bfloat16_step(name: str, kind: str):
     assert {n: (a.shape, a.dtype) for n, a in cache.arrays.items()} == {
         n: (a.shape, a.dtype) for n, a in arrays.items()
     }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES]
+)
+def test_bfloat16_numbers(name: str):
+    """Chunk by chunk, with caches of bfloat16, against the float32 numbers. Experts near a tie make jumps in both."""
+    numbers, stepper = np.load(GOLDEN / name / "goldens.npz"), Stepper(GOLDEN / name, dtype="bfloat16")
+    start, rows, prompt = 0, [], numbers["prompt"].tolist()
+    for size in numbers["chunk_lengths"].tolist():
+        rows.append(stepper.feed({0: prompt[start : start + size]})[0])
+        start += size
+    reference = numbers["full_logits"]
+    noise = np.sqrt(np.mean((np.concatenate(rows) - reference) ** 2)) / reference.std()
+    assert 0.001 < noise < 1.5 * NOISE[name], (noise, NOISE[name])
