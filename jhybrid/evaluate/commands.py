@@ -97,7 +97,10 @@ class ScoreCommand:
             raise RequestError("file", "give either a file or --text")
         if self.file is not None:
             return read_documents(self.file, self.texts.text_key)
-        return [Document(sys.stdin.read() if t == "-" else t, n) for n, t in enumerate(self.text, start=1)]
+        texts = [sys.stdin.read() if text == "-" else text for text in self.text]
+        if not any(texts):
+            raise RequestError("text", "is empty; give some text")
+        return [Document(text, n) for n, text in enumerate(texts, start=1)]
 
     def _record(self, scored: "ScoredText", figures: dict[str, Any], prefix: int) -> dict[str, Any]:
         where = {"text": scored.document.text} if self.text else {"line": scored.document.line}
@@ -190,9 +193,13 @@ class EvalCommand:
         if self.output is not None:
             check_writable(self.output)
         results = Evaluation(**own).run(self.engine, self.cluster)
-        if self.output is not None:
-            self.output.write_text(as_json(results) + "\n", encoding="utf-8")
         print(as_json(results) if self.json else as_table(results))
+        if self.output is not None:
+            try:
+                self.output.write_text(as_json(results) + "\n", encoding="utf-8")
+            except OSError as error:
+                why = f"{self.output} cannot be written: {error.strerror}; the results are on standard output alone"
+                raise ConfigError("output", why) from error
 
 
 def check_writable(path: Path) -> None:

@@ -50,7 +50,7 @@ def read_documents(path: Path, text_key: str = "text") -> list[Document]:
 def _text_of(path: Path, number: int, line: str, text_key: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
         raise RequestError("file", f"{path}, line {number} is no JSON: {error}") from error
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):

@@ -62,7 +62,7 @@ def read_journal(path: Path, field: str = "journal") -> list[dict[str, Any]]:
 def _parse(path: Path, line: bytes, field: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _no_journal(field, path, str(error)) from error
     if not isinstance(entry, dict):
         raise _no_journal(field, path, f"{entry!r} is no object")

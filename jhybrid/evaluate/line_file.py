@@ -19,10 +19,12 @@ class LineFile:
     """Open for one run at a time. Each added line is on the disk before the next piece of work starts."""
 
     def __init__(self, path: Path, field: str):
-        """Open or make it. Raises ConfigError for `field` if another run has it open, and, here and later, if it cannot
-        be written.
+        """Open or make it. Raises ConfigError for `field` if it is a pipe or a device, if another run has it open, and,
+        here and later, if it cannot be written.
         """
         self.path, self.field = path, field
+        if path.exists() and not path.is_file():
+            raise ConfigError(field, f"{path} is no regular file, to which a run could come back; name one")
         with self._blamed():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
@@ -37,7 +39,7 @@ class LineFile:
     def complete(self) -> Iterator[bytes]:
         """The lines that are whole, without their line breaks. What follows them was cut short by a kill: `torn`."""
         self._whole, self.torn = 0, b""
-        with self.path.open("rb") as file:
+        with self._blamed(), self.path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     self._whole += len(line)
@@ -47,7 +49,8 @@ class LineFile:
 
     def cut(self) -> None:
         """Take away what was torn, once the caller knows that the file is its own."""
-        self._file.truncate(self._whole)
+        with self._blamed():
+            self._file.truncate(self._whole)
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a line; it survives whatever happens next."""

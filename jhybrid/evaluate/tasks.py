@@ -25,6 +25,14 @@ class Evaluation:
     max_length: int | None = None
     max_gen_toks: int = 256
 
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit > 0:
+            raise ConfigError("limit", f"must be a positive number of questions, or a share below 1, got {self.limit}")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ConfigError("num_fewshot", f"must not be negative, got {self.num_fewshot}")
+        if self.max_gen_toks < 1:
+            raise ConfigError("max_gen_toks", f"must be at least 1, got {self.max_gen_toks}")
+
     def run(self, config: EngineConfig, cluster: RayOptions = RayOptions()) -> dict[str, Any]:  # noqa: B008 - frozen
         """Results in the harness's own format. Raises ConfigError if it is not installed or knows no such task."""
         try:

@@ -6,9 +6,11 @@ gives the same log-probabilities to the last bit.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import jax
 
 import jhybrid
 from jhybrid.engine import Engine
@@ -57,7 +59,7 @@ class TextRun:
         self.prefix_token_id = prefix_token(engine.model.vocab_size, tokenizer, prefix_token_id)
         self.token_ids = [tokenizer.encode(document.text, add_special_tokens=False) for document in documents]
         if not any(self.token_ids):
-            raise RequestError("file", "the texts have no tokens; give some text")
+            raise RequestError("text", "there are no tokens to score; give some text")
         self.windows = [
             window
             for tokens in self.token_ids
@@ -73,16 +75,15 @@ class TextRun:
         config = self.engine.config
         return {
             "version": jhybrid.__version__,
+            "jax": jax.__version__,
+            "device": jax.devices()[0].device_kind,
             "model": config.model,
             "model_files": model_files(config.model),
             "texts": digest.hexdigest(),
             "max_length": self.max_length,
             "prefix_token_id": self.prefix_token_id,
             "block": self._block,
-            "engine": {
-                name: getattr(config, name)
-                for name in ("dtype", "kv_cache_dtype", "state_dtype", "chunk_size", "max_num_batched_tokens")
-            },
+            "engine": {name: value for name, value in asdict(config).items() if name != "compilation_cache_dir"},
         }
 
     def journal(self, path: Path | None = None) -> Journal | None:

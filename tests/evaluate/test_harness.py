@@ -144,11 +144,18 @@ def test_the_eval_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     results = json.loads(output.read_text())
     assert results["results"]["demo_next_line"]["sample_len"] == 4
     assert results["config"]["model_args"]["max_model_len"] == 128
-    for task, folder, message in (
-        ("no_such_task", TASKS, "tasks: no_such_task: no such task"),
-        ("demo_next_line", tmp_path / "none", f"include_path: {tmp_path / 'none'} is no folder"),
+    for task, folder, more, message in (
+        ("no_such_task", TASKS, [], "tasks: no_such_task: no such task"),
+        ("demo_next_line", tmp_path / "none", [], f"include_path: {tmp_path / 'none'} is no folder"),
+        ("demo_next_line", TASKS, ["--limit", "0"], "limit: must be a positive number"),
+        ("demo_next_line", TASKS, ["--num-fewshot", "-2"], "num_fewshot: must not be negative, got -2"),
     ):
-        monkeypatch.setattr(sys, "argv", ["jhybrid", "eval", "--tasks", task, "--include-path", str(folder)])
+        monkeypatch.setattr(sys, "argv", ["jhybrid", "eval", "--tasks", task, "--include-path", str(folder), *more])
         with pytest.raises(SystemExit):
             cli.main()
         assert message in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, "--output", "/dev/full"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    told = capsys.readouterr()
+    assert "demo_next_line" in told.out and "output: /dev/full cannot be written: No space left" in told.err

@@ -1,11 +1,13 @@
 """Journal: what was written is there after a kill, what was half written is not."""
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from jhybrid.errors import ConfigError
+from jhybrid.errors import ConfigError, RequestError
+from jhybrid.evaluate.documents import read_documents
 from jhybrid.evaluate.journal import Journal
 
 
@@ -72,5 +74,21 @@ def test_one_run_at_a_time(tmp_path: Path):
     with Journal(path, {"model": "a"}), pytest.raises(ConfigError, match="journal: another run is writing"):
         Journal(path, {"model": "a"})
     Journal(path, {"model": "a"}).close()
-    with pytest.raises(ConfigError, match=r"journal: .* cannot be written: Is a directory"):
-        Journal(tmp_path, {"model": "a"})
+
+
+def test_pipes_and_devices_are_no_journals(tmp_path: Path):
+    """Reading one may never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/full"), tmp_path):
+        with pytest.raises(ConfigError, match=r"output: .* is no regular file"):
+            Journal(path, {"model": "a"}, "output")
+
+
+def test_numbers_and_nesting_that_python_does_not_read(tmp_path: Path):
+    for text in ("9" * 5000, "[" * 200_000):
+        (tmp_path / "run.jsonl").write_text(text + "\n")
+        with pytest.raises(ConfigError, match="is no journal"):
+            Journal(tmp_path / "run.jsonl", {"model": "a"})
+        (tmp_path / "texts.jsonl").write_text(f'{{"text": "a"}}\n{text}\n')
+        with pytest.raises(RequestError, match="line 2 is no JSON"):
+            read_documents(tmp_path / "texts.jsonl")

@@ -4,7 +4,9 @@ import contextlib
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +102,17 @@ def test_a_killed_run_goes_on_and_gives_the_same(tmp_path: Path, windows: int):
         assert list(again.scores(journal)) == expected
     assert again.resumed_windows == (windows - 1) // 4 * 4  # whole blocks of 4
     assert runner.calls > 0
+
+
+def test_a_journal_is_of_one_configuration():
+    """Whatever may change a bit of the figures."""
+    engine, _ = text_engine()
+    first = TextRun(engine, [Document("to be")]).identity()
+    others: dict[str, Any] = {"quantization": "int8", "load_format": "dummy", "ssm_impl": "xla", "dtype": "bfloat16"}
+    for name, value in others.items():
+        engine.config = replace(text_engine()[0].config, **{name: value})
+        assert TextRun(engine, [Document("to be")]).identity() != first, name
+    assert json.loads(json.dumps(first)) == first
 
 
 def test_documents_of_a_file(tmp_path: Path):
