@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -259,11 +260,27 @@ def test_engines_whose_last_bits_differ_do_not_spoil_each_others_prefixes(tmp_pa
 def test_files_that_are_not_ours_are_left_alone(tmp_path: Path):
     with opened(tmp_path) as one:
         written(one, (1, 20))
-    [stray] = [path.with_name("notes.txt") for path in data(tmp_path, "prefixes/")]
-    stray.write_text("mine")
+    [manifest] = data(tmp_path, "prefixes/")
+    strays = [manifest.with_name("notes.txt"), manifest.parents[1] / "data" / os.fsdecode(b"caf\xe9.state.x.5")]
+    for stray in strays:
+        stray.write_text("mine")  # the second's name is not UTF-8
     with opened(tmp_path) as again:
+        again.look()
         check(again, 1, 20)
-        assert again.counts.failures == 0 and stray.exists()
+        assert again.counts.failures == 0 and all(stray.exists() for stray in strays)
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "50% café"])
+def test_stale_locks_are_removed_wherever_the_folder_is(name: str, tmp_path: Path):
+    folder = tmp_path / name
+    store = Store(f"file://{urllib.parse.quote(str(folder))}/")
+    store.write("data/x", b"x")
+    stale, fresh = folder / "data" / "y.__lock", folder / "data" / "z.__lock"
+    for path in (stale, fresh):
+        path.write_bytes(b"")
+    os.utime(stale, (1.0, 1.0))
+    store.remove_stale_locks()
+    assert sorted(path.name for path in (folder / "data").iterdir()) == ["x", "z.__lock"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no space left"), PermissionError("denied"), ValueError("UNAVAILABLE")])

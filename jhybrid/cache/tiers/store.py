@@ -1,7 +1,9 @@
 """Store: TensorStore's key-value store with a time limit on everything: a directory, or a bucket in the cloud."""
 
 import contextlib
+import os
 import time
+import urllib.parse
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -91,13 +93,19 @@ class Store:
         self._kv.delete_range(ts.KvStore.KeyRange(key, key + "\0")).result(timeout=PATIENCE)
 
     def keys(self) -> list[str]:
-        return [key.decode() if isinstance(key, bytes) else key for key in self._kv.list().result(timeout=PATIENCE)]
+        """Every key that is UTF-8, as all of ours are."""
+        keys = []
+        for key in self._kv.list().result(timeout=PATIENCE):
+            with contextlib.suppress(UnicodeDecodeError):
+                keys.append(key.decode() if isinstance(key, bytes) else key)
+        return keys
 
     def remove_stale_locks(self) -> None:
         """TensorStore writes a file under another name first, which stays behind when the process is killed."""
         if not self._url.startswith("file://"):
             return
-        for path in Path(self._url.removeprefix("file://")).rglob("*.__lock"):
+        folder = os.fsdecode(urllib.parse.unquote_to_bytes(self._url.removeprefix("file://")))
+        for path in Path(folder).rglob("*.__lock"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > 20 * PATIENCE:
                     path.unlink()
