@@ -270,6 +270,8 @@ class Profile:
         plot = self.plot or (self.output / "steps.svg" if has_matplotlib() else None)
         if plot is not None:
             check_plot(plot)
+        if self.engine.max_model_len is not None:
+            self.profile.axes(self.engine, self.engine.max_model_len)  # refused before the model is loaded
         make_folder(self.output)
         try:
             with contextlib.ExitStack() as stack:

@@ -18,7 +18,11 @@ class Journal:
         self.head = run
         self._file = LineFile(path, field)
         try:
-            self.entries = [_parse(path, line, field) for line in self._file.complete()]
+            lines = self._file.complete()
+            try:
+                self.entries = [_parse(line) for line in lines]
+            except ValueError as error:
+                raise _no_journal(field, path, str(error)) from error
             if self.entries:
                 theirs = self.entries.pop(0)
                 differing = sorted(key for key in {*theirs, *run} if theirs.get(key) != run.get(key))
@@ -54,18 +58,21 @@ class Journal:
         self.close()
 
 
-def read_journal(path: Path, field: str = "journal") -> list[dict[str, Any]]:
-    """The whole lines of a journal, the first of which says whose it is; somebody may be writing it."""
-    return [_parse(path, line, field) for line in path.read_bytes().split(b"\n")[:-1]]
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal, the first of which says whose it is; somebody may be writing it.
+
+    Raises OSError, and ValueError if it is no journal.
+    """
+    return [_parse(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-def _parse(path: Path, line: bytes, field: str) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _no_journal(field, path, str(error)) from error
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     if not isinstance(entry, dict):
-        raise _no_journal(field, path, f"{entry!r} is no object")
+        raise ValueError(f"{entry!r} is no object")
     return entry
 
 

@@ -71,10 +71,21 @@ class ProfileConfig:
             raise ConfigError("bandwidth", f"must be a positive number of GB/s, got {self.bandwidth!r}")
 
     def axes(self, engine: EngineConfig, max_model_len: int) -> "Axes":
-        """The values of every axis, sorted and without repetition."""
+        """The values of every axis, sorted and without repetition.
+
+        Raises ConfigError where depths are to be derived and the decode steps leave no context.
+        """
         most, budget = engine.max_num_seqs, engine.max_num_batched_tokens
         room = max_model_len - 2 - self.decode_steps
-        depths = self.depths or [*_powers(64, 4, room), room]
+        if room < 1 and not self.depths and {"decode", "mixed"}.intersection(self.kinds):
+            sum_of = f"warmup={self.warmup} + repeats={self.repeats} * steps={self.steps} + 1"
+            raise ConfigError(
+                "repeats",
+                f"a decode point takes {self.decode_steps} steps ({sum_of}), beside which "
+                f"max_model_len={max_model_len} leaves no context; "
+                f"use fewer repeats or steps, or a max_model_len above {self.decode_steps + 2}",
+            )
+        depths = self.depths or [*_powers(64, 4, room), *([room] if room > 0 else [])]
         new = self.new_tokens or [*_powers(16, 4, budget), min(budget, max_model_len - 1)]
         fits = max_model_len - 1 - max(new)
         cached = self.cached_tokens or [0, *(depth for depth in depths if depth <= fits)]

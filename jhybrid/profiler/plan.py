@@ -145,6 +145,8 @@ def _plan_point(point: Point, config: ProfileConfig, layout: Layout) -> Planned:
         skip = "batch_exceeded", f"{running} sequences in a step; {limits}"
     elif room > layout.max_model_len:
         skip = "model_len_exceeded", f"{room} tokens with those to be decoded; max_model_len={layout.max_model_len}"
+    elif point.batch and point.depth < 1:
+        skip = "model_len_exceeded", f"{point.depth} tokens of context; max_model_len={layout.max_model_len}"
     elif state == "copy" and layout.slots <= config.chains:
         skip = "state_copy_unsupported", f"{config.chains} chains and {layout.slots} slots leave none to copy to"
     elif state == "inplace" and running > config.chains:

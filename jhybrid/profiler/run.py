@@ -50,12 +50,26 @@ class Profile:
 def read_profile(path: Path) -> Profile:
     """From a folder that `run_profile` filled, or its rows. Raises ConfigError for anything else."""
     path = path / ROWS_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError("compare", f"{path} is no profile; give a folder that `jhybrid profile --output` filled")
-    entries = read_journal(path, "compare")
-    if not entries or entries[0].get("format") != FORMAT:
-        raise ConfigError("compare", f"{path} is no profile of format {FORMAT}")
+    try:
+        if not path.is_file():
+            raise ValueError("no such file" if not path.exists() else "it is no file")
+        entries = read_journal(path)
+        if not entries or entries[0].get("format") != FORMAT:
+            raise ValueError(f"its first line is not the head of format {FORMAT}")
+        for number, entry in enumerate(entries[1:], 2):
+            absent = _absent(entry) if "point" in entry else []
+            if absent:
+                raise ValueError(f"the point in line {number} has no {', '.join(absent)}")
+    except (OSError, ValueError) as error:
+        remedy = f"name a folder that `jhybrid profile --output` filled, or its {ROWS_FILE}"
+        raise ConfigError("compare", f"{path} is no profile: {error}; {remedy}") from error
     return _profile(entries[0], entries[1:])
+
+
+def _absent(row: Row) -> list[str]:
+    """What a row lacks to be compared."""
+    wanted = ("status", *(("seconds", "spread", "repeats") if row.get("status") == "measured" else ()))
+    return [name for name in wanted if name not in row]
 
 
 def run_profile(

@@ -1,5 +1,6 @@
 """Comparing profiles, choosing the state mode, and configuration files."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from jhybrid import EngineConfig, cli
 from jhybrid.errors import ConfigError
 from jhybrid.profiler.compare import compare
 from jhybrid.profiler.config import ProfileConfig
-from jhybrid.profiler.plan import Layout, Point, points_of, resolve_state_mode
-from jhybrid.profiler.run import Profile
+from jhybrid.profiler.plan import Layout, Point, _plan_point, points_of, resolve_state_mode
+from jhybrid.profiler.run import Profile, read_profile
 
 
 def profile(points: dict[str, list[float]], seed: str = "real") -> Profile:
@@ -98,6 +99,51 @@ def test_axes_left_empty_follow_the_engine():
     assert len(points) == len(set(points))
     twice = ProfileConfig(kinds=("decode",), batches=(2, 2, 1), depths=(9, 9))
     assert list(points_of(twice, twice.axes(engine, 2048))) == [Point("decode", b, 9, 0, 0) for b in (1, 2)]
+
+
+def test_steps_that_leave_no_context_are_refused_where_depths_are_derived():
+    engine, config = EngineConfig(), ProfileConfig(kinds=("decode",), repeats=20, steps=16)
+    assert config.axes(engine, config.decode_steps + 3).depths == (1,)
+    remedy = "use fewer repeats or steps, or a max_model_len above 325"
+    with pytest.raises(ConfigError, match=rf"^repeats: .*repeats=20 \* steps=16 .*max_model_len=256 .*; {remedy}$"):
+        config.axes(engine, 256)
+    assert dataclasses.replace(config, depths=(9,)).axes(engine, 256).depths == (9,)  # skipped by name
+    prompts = dataclasses.replace(config, kinds=("prefill",)).axes(engine, 256)
+    assert min(prompts.cached_tokens) == 0
+
+
+def test_a_depth_below_one_is_skipped():
+    layout = Layout(16, True, True, 4, 64, 256, 100, 5, 5)
+    point = _plan_point(Point("decode", 1, -69, 0, 0), ProfileConfig(repeats=20, steps=16), layout)
+    assert (point.reason, point.detail) == ("model_len_exceeded", "-69 tokens of context; max_model_len=256")
+
+
+HEAD = '{"format": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (HEAD + '{"bandwidth": 1}\n{"point": "p"}\n', "the point in line 3 has no status"),
+        (HEAD + '{"point": "p", "status": "measured", "seconds": 1}\n', "the point in line 2 has no spread, repeats"),
+        ('{\n  "format": 1\n}\n', "Expecting property name"),
+        (HEAD + "[1]\n", "[1] is no object"),
+        pytest.param(HEAD + "[" * 100_000 + "\n", "recursion", id="deep"),
+        ('{"format": 0}\n', "its first line is not the head of format 1"),
+        ("", "its first line is not the head of format 1"),
+        (None, "no such file"),
+    ],
+)
+def test_what_is_no_profile_is_refused_and_never_to_be_removed(text: str | None, why: str, tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    if text is not None:
+        path.write_text(text)
+    for named in (path, tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            read_profile(named)
+        message = str(caught.value)
+        assert message.startswith(f"compare: {path} is no profile: ") and why in message
+        assert message.endswith("; name a folder that `jhybrid profile --output` filled, or its rows.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,7 @@ def test_what_cannot_be_made_is_refused_before_the_model_is_loaded(
         ([str(tmp_path / "file")], "output: "),
         (["/proc/none"], "output: /proc/none cannot be a folder to write to"),
         ([str(tmp_path / "new"), "--plot", "steps.gif"], "plot: steps.gif ends in none of"),
+        ([str(tmp_path / "new"), "--depths", "--steps", "30"], "repeats: a decode point takes 153 steps"),
     ):
         code, _, err = command(folder, capsys, *asked, *arguments)
         assert (code, err.count(message)) == (2, 1), err
