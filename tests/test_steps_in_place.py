@@ -16,11 +16,10 @@ from jhybrid import Engine, EngineConfig
 
 MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
 KINDS = (
-    "granite_h_156m",
     "mamba1_156m",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("attention_150m", "gated_delta_144m", "kda_150m", "short_conv_151m")
+        for name in ("attention_150m", "granite_h_156m", "gated_delta_144m", "kda_150m", "short_conv_151m")
     ),
 )
 
