@@ -3,7 +3,6 @@
 XLA adds such a copy without a word when a row is read after the array has changed; one costs more than the op.
 """
 
-import re
 from typing import NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ import pytest
 
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.gated_delta import gated_delta
+from kernels_pallas.program_text import whole_copies
 from kernels_pallas.selective_scan import selective_scan
 from kernels_pallas.spans import Kind, make_spans
 from kernels_pallas.ssd import ssd
@@ -44,8 +44,7 @@ def _spans(kind: Kind, seqs: int):
 
 def _whole_array_copies(run, array, *args) -> int:
     compiled = jax.jit(run, donate_argnums=0).lower(array, *args).compile()
-    shape = re.escape("f32[" + ",".join(map(str, array.shape)) + "]")
-    return len(re.findall(rf"= {shape}\S* copy\(", compiled.as_text()))
+    return whole_copies(compiled.as_text(), array.shape)
 
 
 @pytest.mark.parametrize("seqs", [1, 3])
