@@ -1,11 +1,11 @@
 """Documents: the texts of a file, and what per-word and per-byte figures divide by."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from jhybrid.errors import RequestError
+from jhybrid.evaluate.line_file import decoded
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def read_documents(path: Path, text_key: str = "text") -> list[Document]:
 
 def _text_of(path: Path, number: int, line: str, text_key: str) -> str:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
+        record = decoded(line)
+    except ValueError as error:
         raise RequestError("file", f"{path}, line {number} is no JSON: {error}") from error
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):

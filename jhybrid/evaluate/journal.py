@@ -1,11 +1,10 @@
 """Journal: what a run has done so far, a JSON line each, so that a killed run goes on from there."""
 
-import json
 from pathlib import Path
 from typing import Any, Self
 
 from jhybrid.errors import ConfigError
-from jhybrid.evaluate.line_file import LineFile, encoded
+from jhybrid.evaluate.line_file import LineFile, decoded, encoded
 
 
 class Journal:
@@ -67,10 +66,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
+    entry = decoded(line)
     if not isinstance(entry, dict):
         raise ValueError(f"{entry!r} is no object")
     return entry

@@ -83,3 +83,11 @@ def encoded(record: dict[str, Any]) -> bytes:
         return json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return json.dumps(record).encode()
+
+
+def decoded(line: str | bytes) -> Any:
+    """What a line says. Raises ValueError for what is no JSON, and for numbers and nesting beyond what Python reads."""
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -6,21 +6,20 @@ gives the same log-probabilities to the last bit.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-import jhybrid
 from jhybrid.engine import Engine
 from jhybrid.errors import ConfigError, RequestError
 from jhybrid.evaluate.documents import Document
+from jhybrid.evaluate.identity import identity
 from jhybrid.evaluate.journal import Journal
 from jhybrid.evaluate.scorer import Scorer, window_length
 from jhybrid.evaluate.windows import rolling_windows
 from jhybrid.tokenizer import Tokenizer
-from jhybrid.weights.load import find_model
 
 
 @dataclass(frozen=True)
@@ -72,18 +71,12 @@ class TextRun:
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(f"{document.num_bytes}:".encode() + document.text.encode(errors="surrogatepass"))
-        config = self.engine.config
-        return {
-            "version": jhybrid.__version__,
-            "jax": jax.__version__,
+        return identity(self.engine.config) | {
             "device": jax.devices()[0].device_kind,
-            "model": config.model,
-            "model_files": model_files(config.model),
             "texts": digest.hexdigest(),
             "max_length": self.max_length,
             "prefix_token_id": self.prefix_token_id,
             "block": self._block,
-            "engine": {name: value for name, value in asdict(config).items() if name != "compilation_cache_dir"},
         }
 
     def journal(self, path: Path | None = None) -> Journal | None:
@@ -133,13 +126,3 @@ def prefix_token(vocab_size: int, tokenizer: Tokenizer, asked: int | None) -> in
         if token is not None:
             return token
     raise ConfigError("prefix_token_id", "this model has neither BOS nor EOS; name a token to begin with")
-
-
-def model_files(model: str) -> str:
-    """A digest of the names, sizes and times of a model's files: another checkpoint in its place has another."""
-    digest = hashlib.sha256()
-    folder = find_model(model)
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        facts = file.stat()
-        digest.update(f"{file.relative_to(folder)} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-    return digest.hexdigest()

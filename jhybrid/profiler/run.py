@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,20 @@ from jhybrid.profiler.config import ProfileConfig
 from jhybrid.profiler.floor import Floor, make_floor, measure_bandwidth
 from jhybrid.profiler.latency import MODEL_FILE, LatencyModel, Observation
 from jhybrid.profiler.measure import measure
-from jhybrid.profiler.plan import Layout, Planned, plan, resolve_state_mode
+from jhybrid.profiler.plan import Layout, Planned, Point, plan, resolve_state_mode
 from jhybrid.profiler.stage import Stage
 
 FORMAT = 1
 ROWS_FILE = "rows.jsonl"
+
+WRITTEN = {
+    "measured": (
+        *("seconds", "spread", "repeats", "buckets", "steps", "floor_seconds"),
+        *(field.name for field in fields(Point)),
+    ),
+    "skipped": ("reason", "detail"),
+}
+"""What is read of rows, by their status."""
 
 Row = dict[str, Any]
 
@@ -56,20 +65,20 @@ def read_profile(path: Path) -> Profile:
         entries = read_journal(path)
         if not entries or entries[0].get("format") != FORMAT:
             raise ValueError(f"its first line is not the head of format {FORMAT}")
-        for number, entry in enumerate(entries[1:], 2):
-            absent = _absent(entry) if "point" in entry else []
-            if absent:
-                raise ValueError(f"the point in line {number} has no {', '.join(absent)}")
+        _check_rows(entries[1:])
     except (OSError, ValueError) as error:
         remedy = f"name a folder that `jhybrid profile --output` filled, or its {ROWS_FILE}"
         raise ConfigError("compare", f"{path} is no profile: {error}; {remedy}") from error
     return _profile(entries[0], entries[1:])
 
 
-def _absent(row: Row) -> list[str]:
-    """What a row lacks to be compared."""
-    wanted = ("status", *(("seconds", "spread", "repeats") if row.get("status") == "measured" else ()))
-    return [name for name in wanted if name not in row]
+def _check_rows(entries: list[dict[str, Any]]) -> None:
+    """What follows a head must have what `run_profile` writes. Raises ValueError for a row that was changed."""
+    for number, entry in enumerate(entries, 2):
+        wanted = ("status", *WRITTEN.get(str(entry.get("status")), ())) if "point" in entry else ()
+        absent = [name for name in wanted if name not in entry]
+        if absent:
+            raise ValueError(f"the point in line {number} has no {', '.join(absent)}")
 
 
 def run_profile(
@@ -83,7 +92,7 @@ def run_profile(
     The engine must be idle, and made with `max_parked` of at least `config.chains`. Afterwards it holds what it held
     before, its prefix cache is empty, and what it answers is what it would have answered. `progress` is told the
     number of points and returns what is told of each that is done. Raises ConfigError for another engine or if `output`
-    has another profile, StepError if a step fails; then the rows so far are kept, and a later call goes on.
+    has another profile or none, StepError if a step fails; then the rows so far are kept, and a later call goes on.
     """
     layout = layout_of(engine)
     parked = layout.rows - layout.max_num_seqs
@@ -97,6 +106,12 @@ def run_profile(
     planned = plan(config, engine.config, layout)
     head = make_head(engine, config, text)
     with Journal(output / ROWS_FILE, head, field="output") as journal:
+        try:
+            _check_rows(journal.entries)
+        except ValueError as error:
+            raise ConfigError(
+                "output", f"{output / ROWS_FILE} is no profile: {error}; remove it or name another"
+            ) from error
         if not any("summary" in entry for entry in journal.entries):
             _measure_all(engine, config, planned, layout, text, journal, progress(len(planned)))
     profile = read_profile(output)

@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine, fold_seed
 from jhybrid.errors import ConfigError, RequestError
-from jhybrid.evaluate.line_file import LineFile
+from jhybrid.evaluate.identity import ROOM, identity
+from jhybrid.evaluate.line_file import LineFile, decoded
 from jhybrid.fleet import Fleet, RayOptions
 from jhybrid.request import MAX_N
 from jhybrid.weights.load import find_model
@@ -37,6 +38,10 @@ AHEAD = 16
 """Lines under way and answered but not yet written, for each line that runs at a time."""
 NAMED = 5
 """Failed lines that a summary tells of; the file of answers has all."""
+
+
+DIGITS = 16
+"""Of each of the two digests in a line's id: of its text, and of what runs."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,12 @@ class Summary:
     """The first of them."""
 
 
-def read_lines(path: Path, base_seed: int) -> list[Line]:
+def read_lines(path: Path, config: EngineConfig) -> list[Line]:
     """The lines of a batch file, empty ones left out. Raises ConfigError if it cannot be read, or has none.
 
-    `base_seed` has a part in what is sampled, so it has one in the lines' ids.
+    What answers depend on has a part in the lines' ids: model, versions, and settings but for those of how much runs.
     """
+    run = _digest(repr(sorted(identity(config, besides=ROOM).items())))
     try:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -84,18 +90,21 @@ def read_lines(path: Path, base_seed: int) -> list[Line]:
     taken: set[str] = set()
     for number, text in enumerate(texts, start=1):
         if text.strip():
-            digest = hashlib.sha256(f"{base_seed} {text.strip()}".encode()).hexdigest()[:16]
-            lines.append(_parse(number, f"batch_req_{number}_{digest}", text, taken))
+            lines.append(_parse(number, f"batch_req_{number}_{_digest(text.strip())}{run}", text, taken))
             taken.add(lines[-1].custom_id or "")
     if not lines:
         raise ConfigError("input", f"{path} has no lines")
     return lines
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
 def _parse(number: int, own_id: str, text: str, taken: set[str]) -> Line:
     custom_id = None
     try:
-        record = json.loads(text)
+        record = decoded(text)
         if not isinstance(record, dict):
             raise RequestError("line", f"must be an object, got {type(record).__name__}")
         name = record.get("custom_id")
@@ -107,8 +116,6 @@ def _parse(number: int, own_id: str, text: str, taken: set[str]) -> Line:
         return Line(number, own_id, custom_id, fault=error)
     except ValueError as error:
         return Line(number, own_id, None, fault=RequestError("line", f"is no JSON: {error}"))
-    except RecursionError:
-        return Line(number, own_id, None, fault=RequestError("line", "is nested too deeply; flatten it"))
 
 
 def _asked(record: dict[str, Any], custom_id: str, taken: set[str]) -> tuple[str, dict[str, Any]]:
@@ -170,7 +177,7 @@ def _kept(path: Path, number: int, text: bytes, lines: Sequence[Line], model: st
     """An answer of before. Raises ConfigError unless it goes with the line in its place."""
     where = f"{path}, line {number + 1}"
     try:
-        record = json.loads(text)
+        record = decoded(text)
         name, found, error = record["id"], record["custom_id"], record["error"]
         by = record["response"]["body"]["model"] if error is None else error["message"] and model
     except (ValueError, TypeError, KeyError) as fault:
@@ -179,12 +186,13 @@ def _kept(path: Path, number: int, text: bytes, lines: Sequence[Line], model: st
         raise ConfigError("output", f"{where} is of {found!r}, which is another line; name another file")
     if by != model:
         raise ConfigError("output", f"{where} was answered by {by!r}, not {model!r}; name another file")
-    if name != lines[number].id:
-        raise ConfigError(
-            "output",
-            f"{where} answers {found!r}, but line {lines[number].number} of the input is not what it was then, or "
-            "base_seed is another; name another file, or take out this answer and all after it",
-        )
+    ours = lines[number].id
+    if name != ours:
+        other = f"line {lines[number].number} of the input is not what it was then"
+        if isinstance(name, str) and name[:-DIGITS] == ours[:-DIGITS]:
+            other = "the model's files, a setting such as quantization or base_seed, or a version is another now"
+        remedy = "name another file, or take out this answer and all after it"
+        raise ConfigError("output", f"{where} answers {found!r}, but {other}; {remedy}")
     return record
 
 
@@ -292,7 +300,7 @@ def run_batch(
     Raises ConfigError for files that cannot be used, and what keeps the engine from starting. `make_engine` stands in
     for the engine in tests.
     """
-    lines = read_lines(source, config.base_seed)
+    lines = read_lines(source, config)
     name = served_model_name or config.model
     answers = Answers(target, lines, name)
     resumed = answers.done

@@ -126,9 +126,10 @@ HEAD = '{"format": 1}\n'
     [
         (HEAD + '{"bandwidth": 1}\n{"point": "p"}\n', "the point in line 3 has no status"),
         (HEAD + '{"point": "p", "status": "measured", "seconds": 1}\n', "the point in line 2 has no spread, repeats"),
+        (HEAD + '{"point": "p", "status": "skipped", "reason": "r"}\n', "the point in line 2 has no detail"),
         ('{\n  "format": 1\n}\n', "Expecting property name"),
         (HEAD + "[1]\n", "[1] is no object"),
-        pytest.param(HEAD + "[" * 100_000 + "\n", "recursion", id="deep"),
+        pytest.param(HEAD + "[" * 100_000 + "\n", "it is nested too deeply", id="deep"),
         ('{"format": 0}\n', "its first line is not the head of format 1"),
         ("", "its first line is not the head of format 1"),
         (None, "no such file"),

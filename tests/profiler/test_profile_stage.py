@@ -1,6 +1,7 @@
 """Chains and shadows: what they hold, that what they read is real, and that all of it comes back."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,22 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path: Path):
     profiled(engine, tmp_path)
     with pytest.raises(ConfigError, match="profile differ"):
         profiled(engine, tmp_path, dataclasses.replace(GRID, repeats=3))
+
+
+@pytest.mark.parametrize("name", ["status", "spread", "buckets", "kind"])
+def test_rows_that_somebody_has_changed_are_refused(name: str, tmp_path: Path):
+    engine, _ = toy()
+    profiled(engine, tmp_path)
+    path = tmp_path / "rows.jsonl"
+    head, *entries = [json.loads(line) for line in path.read_text().splitlines()]
+    row = next(entry for entry in entries if entry.get("status") == "measured")
+    at = entries.index(row) + 2
+    del row[name]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head, *entries[:-1]]))  # killed before its end
+    with pytest.raises(
+        ConfigError, match=rf"^output: .*rows.jsonl is no profile: the point in line {at} has no {name}; "
+    ):
+        profiled(engine, tmp_path)
 
 
 def test_a_busy_engine_is_refused(tmp_path: Path):

@@ -94,7 +94,7 @@ def test_chats_and_several_prompts(tmp_path: Path):
     ("line", "message"),
     [
         ("{no json\n", "line: is no JSON"),
-        ('{"a": ' * 100_000 + "\n", "line: is nested too deeply"),
+        ('{"a": ' * 100_000 + "\n", "line: is no JSON: it is nested too deeply"),
         ("1" * 5000 + "\n", "line: is no JSON: Exceeds the limit"),
         (completion("x", "ay", user=DEEP), "body: is nested more than 200 levels deep; flatten it"),
         ("3\n", "line: must be an object, got int"),
@@ -184,10 +184,12 @@ def test_answers_to_what_a_line_was_before_are_not_gone_on_with(tmp_path: Path):
     write(source, [completion("a", "to be"), completion("b", "nay"), completion("c", "ay")])
     with pytest.raises(ConfigError, match="line 2 answers 'b', but line 2 of the input is not what it was"):
         run_batch(CONFIG, source, target, make_engine=toy)
-    with pytest.raises(ConfigError, match=r"line 1 answers 'a', .* or base_seed is another"):
-        run_batch(replace(CONFIG, base_seed=1), source, target, make_engine=toy)
+    for other in ({"base_seed": 1}, {"quantization": "int8"}, {"state_dtype": "bfloat16"}):
+        with pytest.raises(ConfigError, match=r"line 1 answers 'a', but the model's files, a setting such as quant"):
+            run_batch(replace(CONFIG, **other), source, target, make_engine=toy)
     target.write_text(target.read_text().splitlines(keepends=True)[0])  # as the message says
-    assert run_batch(CONFIG, source, target, make_engine=toy) == Summary(lines=3, resumed=1, failed=0)
+    smaller = replace(CONFIG, max_num_seqs=1)  # which changes no answer
+    assert run_batch(smaller, source, target, make_engine=toy) == Summary(lines=3, resumed=1, failed=0)
     assert [answer["custom_id"] for answer in read(target)] == ["a", "b", "c"]
 
 
@@ -221,9 +223,9 @@ def test_a_dead_engine_answers_nothing(tmp_path: Path):
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"input: .* cannot be read"):
-        read_lines(tmp_path / "nothing.jsonl", 0)
+        read_lines(tmp_path / "nothing.jsonl", CONFIG)
     with pytest.raises(ConfigError, match=r"input: .* has no lines"):
-        read_lines(write(tmp_path / "empty.jsonl", ["\n", "  \n"]), 0)
+        read_lines(write(tmp_path / "empty.jsonl", ["\n", "  \n"]), CONFIG)
     source = write(tmp_path / "in.jsonl", [completion("a", "to be")])
     for target in (tmp_path, source / "out.jsonl"):
         with pytest.raises(ConfigError, match=r"output: .* (cannot be written|is no regular file)"):
