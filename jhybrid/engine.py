@@ -259,6 +259,11 @@ class Engine:
     # stepping
 
     @property
+    def max_queue(self) -> int:
+        """Sequences that may wait."""
+        return self.config.max_queue
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work or self._flight is not None or bool(self._told)

@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from jhybrid.errors import JhybridError, RequestError
 from jhybrid.expression_size import lark_size, regex_size, schema_size
 from jhybrid.grammar_guard import GrammarGuard
+from jhybrid.schema_limits import check_schema
 from jhybrid.structured_outputs import Reasoning, StructuredOutputs
 from jhybrid.tokenizer import Tokenizer
 
@@ -45,10 +46,6 @@ MAX_SIZE = 50_000
 second and a mask some tens of milliseconds; what needs more is refused or fails."""
 SCHEMA_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace between tokens of JSON is free, but not without end: models can lose themselves in it."""
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-MAX_BOUND = 2**53
-MAX_DEPTH = 100
-"""Levels of a schema; llguidance reads little more."""
 STEPS_AHEAD = 3
 """Tokens that a grammar is followed for before it is taken: one that grows too large mostly does so at once."""
 SEARCH_SECONDS = 0.2
@@ -360,7 +357,7 @@ def _source(kind: str, text: Any) -> str:
             if text == "false":
                 raise RequestError("structured_outputs.json", "the schema false allows no text; leave it out")
             schema = '{"type": "object"}' if kind == "json_object" else "{}" if text == "true" else text
-            _check_bounds(kind, json.loads(schema))
+            check_schema("structured_outputs.json", json.loads(schema))
             _check_size(kind, schema_size(json.loads(schema)))
             return LLMatcher.grammar_from_json_schema(schema, defaults=SCHEMA_OPTIONS)  # pyright: ignore[reportArgumentType]
         if kind == "regex":
@@ -371,7 +368,7 @@ def _source(kind: str, text: Any) -> str:
             return LLMatcher.grammar_from_lark(lark)
         lark = any_to_lark(text)
         for embedded in lark.split("%json")[1:]:
-            _check_bounds(kind, json.JSONDecoder().raw_decode(embedded.lstrip())[0])
+            check_schema("structured_outputs.grammar", json.JSONDecoder().raw_decode(embedded.lstrip())[0])
         _check_size(kind, lark_size(lark))
         return LLMatcher.grammar_from_lark(lark)
     except RequestError:
@@ -384,27 +381,6 @@ def _check_size(kind: str, size: int) -> None:
     if size > MAX_SIZE:
         field = f"structured_outputs.{kind}"
         raise RequestError(field, f"repetitions written out have {size} characters, at most {MAX_SIZE} allowed")
-
-
-def _check_bounds(kind: str, schema: Any) -> None:
-    """Refuse depths that llguidance does not read, and bounds of numbers that it rounds, or overflows its stack on."""
-    left = [("", schema, 0)]
-    while left:
-        path, part, depth = left.pop()
-        if depth > MAX_DEPTH:
-            what = f"is nested more than {MAX_DEPTH} levels deep; flatten it with $defs and $ref"
-            raise RequestError(f"structured_outputs.{kind}", what)
-        if isinstance(part, dict):
-            for key, value in part.items():
-                if key in BOUNDS and isinstance(value, int | float) and abs(value) > MAX_BOUND:
-                    where = f"at {path[1:]}: " if path else ""
-                    raise RequestError(
-                        f"structured_outputs.{kind}",
-                        f"{where}{key} {value} is not in [-2^53, 2^53], where numbers are exact; narrow it",
-                    )
-                left.append((f"{path}.{key}", value, depth + 1))
-        elif isinstance(part, list):
-            left += [(f"{path}[{at}]", each, depth + 1) for at, each in enumerate(part)]
 
 
 def _cause(matcher: LLMatcher, kind: str = "") -> str:
@@ -457,4 +433,8 @@ def _is_refused(schema: Any, root: Any) -> bool:
     if not isinstance(schema, dict):
         return not isinstance(schema, bool)
     shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
-    return LLMatcher.validate_grammar(_source("json", json.dumps(shared | schema)), None, limits=LIMITS) != ""
+    try:
+        source = _source("json", json.dumps(shared | schema))
+    except RequestError:  # what it refers to is not the same here
+        return False
+    return LLMatcher.validate_grammar(source, None, limits=LIMITS) != ""

@@ -82,7 +82,9 @@ def test_a_schema_of_true_is_any_json():
 DEEP: dict[str, Any] = {"type": "integer"}
 for _ in range(150):
     DEEP = {"type": "array", "items": DEEP}
-OPTIONAL = {f"a{at}": {"type": "boolean"} for at in range(6000)}
+KEYS = {f"a{at}": {"type": "boolean"} for at in range(3001)}
+MANY = {"type": "array", "prefixItems": [{"required": [f"a{at}" for at in range(1000)]}] * 6}
+ENDLESS = {"type": "object", "properties": {"child": {"$ref": "#"}}, "required": ["child"]}
 OVERLAP = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
 
 
@@ -95,7 +97,18 @@ OVERLAP = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
         ),
         ({"json": False}, "the schema false allows no text"),
         ({"json": DEEP}, "^structured_outputs.json: is nested more than 100 levels deep; flatten"),
-        ({"json": {"type": "object", "properties": OPTIONAL}}, r"^structured_outputs.json: .*Too many items"),
+        (
+            {"json": {"properties": {"b": {"properties": KEYS}}}},
+            r"json: at properties\.b: an object has 3001 keys, at most",
+        ),
+        (
+            {"json": {"patternProperties": {f"^{at}": {} for at in range(65)}}},
+            "an object has 65 patternProperties, at most",
+        ),
+        ({"json": MANY}, "its objects have 6000 keys, at most 5000 allowed; leave some out"),
+        ({"json": {"properties": {"a": OVERLAP, "b": {"$ref": "#"}}}}, r"at properties\.a: oneOf is not"),
+        ({"json": ENDLESS}, r"^structured_outputs.json: at properties\.child: it requires itself, so no text ends; "),
+        ({"grammar": f"start: %json {json.dumps(ENDLESS)}"}, r"grammar: at properties\.child: it requires itself"),
         (
             {"json": {"properties": {"a": OVERLAP}}},
             r"at properties\.a: oneOf is not .* overlap; use anyOf",
@@ -110,7 +123,7 @@ def test_refusals_say_what_their_author_can_change(wanted: dict[str, Any], messa
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    monkeypatch.setattr(grammar_module, "_check_bounds", lambda *_: None)
+    monkeypatch.setattr(grammar_module, "check_schema", lambda *_: None)
     grammars = Grammars(ToyTokenizer(), 64, frozenset([END]))
     grammars.guard()
     yield grammars
@@ -416,7 +429,7 @@ REFUSED: dict[str, tuple[StructuredOutputs, str, str]] = {
     "never": (
         StructuredOutputs(json={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
         "structured_outputs.json",
-        "allows no text",
+        "at $defs.a: it requires itself",
     ),
     "elsewhere": (StructuredOutputs(json={"$ref": "http://localhost/x"}), "structured_outputs.json", "does not fetch"),
     "file": (StructuredOutputs(json={"$ref": "file:///etc/passwd"}), "structured_outputs.json", "does not fetch"),

@@ -56,6 +56,8 @@ class ServedEngine(Protocol):
     @property
     def intake(self) -> RequestChecker: ...
     @property
+    def max_queue(self) -> int: ...
+    @property
     def has_work(self) -> bool: ...
     @property
     def steps_ended(self) -> int: ...
@@ -188,6 +190,12 @@ class Bridge:
             name = request.request_id or uuid.uuid4().hex
             checked = replace(request, prompt=None, prompt_token_ids=ids, request_id=name)
             streams.append(Stream(checked, queue, await self._grammar(engine, request)))
+        answers = sum(stream.unfinished for stream in streams)
+        if len(streams) > 1 and answers > engine.max_queue:
+            what = f"{len(streams)} of n={streams[0].unfinished} are {answers} answers"
+            raise RequestError(
+                "prompt", f"{what}, which never fit in max_queue={engine.max_queue}; send fewer at a time"
+            )
         try:
             await self.ask(lambda engine: self._submit(engine, streams))
         except asyncio.CancelledError:

@@ -36,12 +36,13 @@ def conversation_of(message: pb.ChatRequest) -> Conversation:
 
 
 @contextlib.contextmanager
-def renamed_fields() -> Iterator[None]:
-    """Refusals inside name fields as the service does."""
+def renamed_fields() -> Iterator[dict[str, str]]:
+    """Refusals inside name fields as the service does. Names that the block finds out go in what it is given."""
+    names = dict(RENAMES)
     try:
-        yield
+        yield names
     except RequestError as error:
-        field = RENAMES.get(error.field, error.field)
+        field = names.get(error.field, error.field)
         for openai, ours in SPELLINGS.items():
             field = field.replace(openai, ours)
         if field == error.field:

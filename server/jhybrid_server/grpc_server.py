@@ -32,6 +32,8 @@ log = logging.getLogger("jhybrid_server")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_MESSAGE_BYTES = 64 * 2**20
+MESSAGE_SECONDS = 30.0
+"""How long a client may take to send the message of its call."""
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),  # answers are bounded by what was asked
@@ -64,14 +66,15 @@ class InferenceService(services.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
-            with renamed_fields():
+            with renamed_fields() as names:
                 with self._desk.metrics.refusals():
                     self._desk.check_open()
                     chat = await asyncio.to_thread(conversation_of, request)
+                    names |= chat.grammar_names
                     prompt = await self._desk.chat_prompt(**rendering(chat))
                     talk = chat.talk(self._desk.dialect, self._desk.tokenizer("messages"), prompt)
                     asked = wire.chat_request_from_wire(request, prompt)
-                    asked = replace(asked, sampling=talk.bind(asked.sampling))
+                    asked = replace(asked, sampling=await asyncio.to_thread(talk.bind, asked.sampling))
                 async with self._desk.call([asked], request.options.model) as call:
                     await _answer(call, context, Readings(talk))
 
@@ -218,9 +221,10 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 
 class Parsing(grpc.aio.ServerInterceptor):
-    """Refuses bytes that are no message of the call's kind as the bad request that they are.
+    """Takes in the one message of a call, and refuses what is none as the bad request that it is.
 
-    By itself grpc would end such a call with UNKNOWN, and log a fault of the server's.
+    By itself grpc would end a call with bytes of another kind with UNKNOWN, and log a fault of the server's; one that
+    was closed without a message it would leave without a status. So it is told that there may be several.
     """
 
     def __init__(self, desk: Desk):
@@ -234,21 +238,29 @@ class Parsing(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        kind = "unary_stream" if handler.response_streaming else "unary_unary"
-        parse, method = handler.request_deserializer, getattr(handler, kind)
+        kind = "stream" if handler.response_streaming else "unary"
+        parse, method = handler.request_deserializer, getattr(handler, f"unary_{kind}")
+        name = handler_call_details.method.rpartition("/")[2]
 
-        async def parsed(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+        async def parsed(_: object, context: grpc.aio.ServicerContext) -> Any:
             async with _statuses(context):
                 with self._desk.metrics.refusals():
                     try:
+                        async with asyncio.timeout(MESSAGE_SECONDS):
+                            raw: Any = await context.read()
+                    except TimeoutError as error:
+                        raise RequestError("message", f"did not come within {MESSAGE_SECONDS:g} s; send one") from error
+                    if not isinstance(raw, bytes):  # the end of the client's part
+                        raise RequestError("message", f"is missing; send the one that {name} takes")
+                    try:
                         request = parse(raw)
                     except DecodeError as error:
-                        name = handler_call_details.method.rpartition("/")[2]
                         why = f"is none that {name} takes, or is nested more than 100 levels deep ({error}); correct it"
                         raise RequestError("message", why) from error
             return await method(request, context)
 
-        return handler._replace(request_deserializer=None, **{kind: parsed})
+        own = {"request_streaming": True, "request_deserializer": None, f"stream_{kind}": parsed}
+        return handler._replace(**own)
 
 
 def _refusing(error: JhybridError) -> grpc.RpcMethodHandler:

@@ -89,7 +89,7 @@ class Endpoints:
             self._desk.check_model(body.model)
             prompt = await self._desk.chat_prompt(**rendering(body))
             talk = body.talk(self._desk.dialect, self._desk.tokenizer("messages"), prompt)
-            requests = [body.request(name, prompt, talk)]
+            requests = [await asyncio.to_thread(body.request, name, prompt, talk)]
         return Answering(self._desk, body, name, requests, lambda call: ChatAnswers(body, call, talk))
 
     async def models(self, request: Request) -> Response:

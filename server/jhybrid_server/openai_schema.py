@@ -247,6 +247,15 @@ class Conversation(Body):
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def grammar_names(self) -> dict[str, str]:
+        """What the grammar of calls that are required is made of."""
+        if self.tool_choice in (None, "none", "auto"):
+            return {}
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        asked = [i for i, tool in enumerate(self.offered) if name in (None, tool.function.name)]
+        return {"structured_outputs.grammar": f"tools[{asked[0]}].function.parameters" if len(asked) == 1 else "tools"}
+
     def talk(self, dialect: Dialect, tokenizer: Tokenizer, prompt: str) -> Talk:
         """What the answers may hold. RequestError for tools that the model cannot call."""
         if self.tool_choice not in (None, "none") and not self.tools:
@@ -275,7 +284,7 @@ class ChatBody(Conversation, GenerationBody):
         names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        return super().renames | names
+        return super().renames | names | self.grammar_names
 
     def check(self) -> None:
         super().check()

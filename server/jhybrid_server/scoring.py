@@ -44,9 +44,10 @@ async def requests_of(desk: Desk, question: Question) -> list[Request]:
     """
     if not question.continuations:
         raise RequestError("continuations", "is empty; give at least one")
-    if len(question.continuations) > MAX_CONTINUATIONS:
-        count = len(question.continuations)
-        raise RequestError("continuations", f"{count} given, at most {MAX_CONTINUATIONS} allowed")
+    count, queue = len(question.continuations), desk.bridge.engine.max_queue
+    if count > min(MAX_CONTINUATIONS, queue):
+        most = f"{MAX_CONTINUATIONS} allowed" if queue >= MAX_CONTINUATIONS else f"max_queue={queue} allowed"
+        raise RequestError("continuations", f"{count} given, at most {most}; send fewer at a time")
     context = await _tokens(desk, question.context, question.add_special_tokens)
     if not context:
         raise RequestError("context", "has no token, so nothing precedes the continuations; give at least one")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jhybrid.errors import RequestError
 from jhybrid.request import Delta, SamplingParams
+from jhybrid.schema_limits import check_schema
 from jhybrid.structured_outputs import Reasoning
 from jhybrid.tokenizer import Tokenizer
 from jhybrid_server.answer_parser import AnswerParser
@@ -51,10 +52,12 @@ class Talk:
         )
 
     def _callable(self) -> list[Tool]:
-        found = [tool for tool in self.tools if self.choice.name in (None, tool.name)]
+        found = {i: tool for i, tool in enumerate(self.tools) if self.choice.name in (None, tool.name)}
         if not found:
             raise RequestError("tool_choice.function.name", f"{self.choice.name!r} is none of the tools")
-        return found
+        for i, tool in found.items():
+            check_schema(f"tools[{i}].function.parameters", {"type": "object"} | tool.parameters)
+        return list(found.values())
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jhybrid.schema_limits import moved
+
 Schema = dict[str, Any]
 Literal = Callable[[str], str]
 """A text as the grammar writes it: quoted, or a control token."""
@@ -112,10 +114,9 @@ def _read_json(text: str, tools: Sequence[Tool]) -> list[ToolCall]:
 
 
 def _json_call(tool: Tool) -> Schema:
-    """The schema of one call; definitions are moved up, where references look for them."""
-    arguments = {"type": "object"} | tool.parameters
-    shared = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
-    return shared | {
+    """The schema of one call."""
+    arguments = {"type": "object"} | moved(tool.parameters, "#/properties/arguments")
+    return {
         "x-guidance": AS_TEMPLATES_DO,
         "type": "object",
         "properties": {"name": {"const": tool.name}, "arguments": arguments},
@@ -222,16 +223,20 @@ def _xml_parameter(rule: str, name: str, tool: Tool) -> list[str]:
         return [f"{head} {close}", f"{rule}v: {' | '.join(map(_quoted, choices))}"]
     if _is_text(schema) and not _refers(schema):
         return [head, f"{rule}v[suffix={close}]: {FREE_TEXT}"]
-    return [f"{head} {close}", f"{rule}v: %json {json.dumps(_with_definitions(schema, tool))}"]
+    return [f"{head} {close}", f"{rule}v: %json {json.dumps(_alone(schema, tool))}"]
 
 
 def _refers(schema: Any) -> bool:
     return isinstance(schema, dict) and bool({"anyOf", "oneOf", "allOf", "$ref"} & set(schema))
 
 
-def _with_definitions(schema: Any, tool: Tool, style: dict[str, Any] = AS_TEMPLATES_DO) -> Any:
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    return shared | {"x-guidance": style} | schema if isinstance(schema, dict) else schema
+def _alone(schema: Any, tool: Tool, style: dict[str, Any] = AS_TEMPLATES_DO) -> Any:
+    """The schema of one parameter as a document of its own, with all of them where it refers to others."""
+    if not isinstance(schema, dict):
+        return schema
+    found = moved(schema, "#/$defs/parameters")
+    shared = {} if found == schema else {"$defs": {"parameters": moved(tool.parameters, "#/$defs/parameters")}}
+    return {"x-guidance": style} | found | shared
 
 
 def _quoted(text: str) -> str:
@@ -302,7 +307,7 @@ def _python_rules(tools: Sequence[Tool], several: bool, literal: Literal) -> str
     for i, tool in enumerate(tools):
         names = sorted(tool.properties, key=lambda name: name not in tool.required)
         for j, name in enumerate(names):
-            schema = json.dumps(_with_definitions(tool.properties[name], tool, PYTHON_ESCAPES))
+            schema = json.dumps(_alone(tool.properties[name], tool, PYTHON_ESCAPES))
             rules += [f"tool{i}p{j}: {_quoted(name + '=')} tool{i}v{j}", f"tool{i}v{j}: %json {schema}"]
         rules.append(f'tool{i}: {_quoted(tool.name + "(")} {_keywords(i, names, len(tool.required))} ")"')
     return "\n".join(rules) + "\n"

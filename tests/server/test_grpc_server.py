@@ -366,10 +366,17 @@ def test_scores_are_of_the_continuation_alone(served: Served, engine: FakeEngine
         ("continuations[1]", Question("a", ["b", "b" * 2000])),
     ],
 )
-def test_what_cannot_be_scored(served: Served, field: str, question: Question):
+def test_what_cannot_be_scored(served: Served, engine: FakeEngine, field: str, question: Question):
+    engine.max_queue = 4096
     with pytest.raises(RequestError) as caught:
         served.client.score(question)
     assert caught.value.field == field
+
+
+def test_more_continuations_than_can_wait_are_refused(served: Served, engine: FakeEngine):
+    with pytest.raises(RequestError, match="continuations: 9 given, at most max_queue=8 allowed; send fewer"):
+        served.client.score(Question("a", ["b"] * 9))
+    assert not engine.submitted
 
 
 def test_abort_and_flush(served: Served, engine: FakeEngine):
@@ -440,6 +447,32 @@ def test_bytes_that_are_no_message_are_a_bad_request(
         assert f"none that {method} takes" in str(error)
     assert not caplog.records and not engine.submitted
     assert 'outcome="refused"} 0.0' not in served.run(exposed(served))
+
+
+@pytest.mark.parametrize(
+    "method", ["InferenceService/Generate", "InferenceService/Complete", "InferenceService/GetStatus"]
+)
+def test_a_call_without_a_message_is_a_bad_request(
+    served: Served, engine: FakeEngine, method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    with grpc.insecure_channel(served.target) as channel:
+        empty = channel.stream_stream(f"/jhybrid.v1.{method}")
+        with pytest.raises(grpc.RpcError) as refused:
+            list(empty(iter(()), timeout=5))
+        error = error_of(refused.value)
+        assert isinstance(error, RequestError) and error.field == "message" and "is missing; send" in str(error)
+        over = threading.Event()
+        empty(_nothing(over), timeout=5).cancel()
+        monkeypatch.setattr(grpc_server, "MESSAGE_SECONDS", 0.1)
+        with pytest.raises(grpc.RpcError, match=r"did not come within 0\.1 s"):
+            list(empty(_nothing(over), timeout=5))
+        over.set()
+    assert not caplog.records and not engine.submitted
+
+
+def _nothing(over: threading.Event) -> Iterator[bytes]:
+    over.wait(10)
+    yield from ()
 
 
 async def exposed(served: Served) -> str:

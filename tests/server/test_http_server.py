@@ -382,9 +382,30 @@ def test_faults_have_the_names_of_the_body(kind: type, body: dict, param: str):
 
 
 def test_several_prompts_are_queued_together_or_not_at_all(served: Served, engine: FakeEngine):
-    assert complete(served, prompt=["a"] * 9).status == 429
+    hanging = [hang(served.http.port, COMPLETIONS, ENDLESS) for _ in range(4)]
+    eventually(lambda: len(engine.running) == 4)
+    hanging.append(hang(served.http.port, COMPLETIONS, ENDLESS))
+    eventually(lambda: len(engine.waiting) == 1)
+    assert complete(served, prompt=["a"] * 8).status == 429
+    eventually(lambda: len(engine.aborted) == 7 and len(served.bridge._streams) == 5)
+    for each in hanging:
+        each.close()
     eventually(lambda: idle(engine) and not served.bridge._streams)
-    assert len(engine.aborted) == 8
+
+
+def test_more_prompts_than_can_ever_wait_are_a_bad_request(served: Served, engine: FakeEngine):
+    for body, counts in (
+        ({"prompt": ["a"] * 9}, "9 of n=1 are 9"),
+        ({"prompt": ["a", "b", "c"], "n": 3}, "3 of n=3 are 9"),
+    ):
+        for stream in (False, True):
+            reply = complete(served, **body, stream=stream)
+            assert (reply.status, reply.error["param"]) == (400, "prompt")
+            assert (
+                reply.error["message"]
+                == f"prompt: {counts} answers, which never fit in max_queue=8; send fewer at a time"
+            )
+    assert not engine.submitted
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -178,6 +178,33 @@ def test_refusals_name_the_field(served: Served, param: str, body: dict):
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+def tool(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+UNUSABLE = [
+    (
+        "tools[1].function.parameters",
+        {"properties": {"child": {"$ref": "#"}}, "required": ["child"]},
+        "requires itself",
+    ),
+    ("tools[1].function.parameters", {"properties": {f"k{i}": {} for i in range(4000)}}, "has 4000 keys, at most"),
+    ("tools", {"properties": {"a": {"not": {}}}}, "Unimplemented"),
+]
+
+
+@pytest.mark.parametrize(("param", "parameters", "message"), UNUSABLE, ids=lambda value: str(value)[:40])
+def test_parameters_that_no_call_can_follow_are_refused(hybrid: Served, param: str, parameters: Any, message: str):
+    body = {"messages": MESSAGES, "tools": [TOOLS[1], tool(parameters)], "tool_choice": "required"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid.desk, "_parsers", Parsers("hermes", "none"))
+        named = {"type": "function", "function": {"name": "f"}}
+        several, alone = ask(hybrid.http.port, PATH, body), ask(hybrid.http.port, PATH, body | {"tool_choice": named})
+    assert (several.status, several.error["param"]) == (400, param)
+    assert (alone.status, alone.error["param"]) == (400, "tools[1].function.parameters")
+    assert message in several.error["message"] and message in alone.error["message"]
+
+
 # on a real engine, which says anything unless bound
 
 
@@ -199,6 +226,26 @@ def test_required_calls_follow_their_schemas(speaking: Served):
         if call["function"]["name"] == "get_weather":
             assert arguments.pop("city") in ("Paris", "Łódź")
             assert 0 <= arguments.pop("days", 0) <= 9 and not arguments
+
+
+@pytest.mark.parametrize("speaking", TOOL_FORMATS, indirect=True)
+def test_parameters_may_refer_to_each_other(speaking: Served):
+    size = {"enum": ["s", {"$ref": "#"}]}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "#/$defs/size"},
+            "b": {"$ref": "#/properties/a"},
+            "c": {"type": "array", "items": {"$ref": "#"}, "maxItems": 0},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "$defs": {"size": size},
+    }
+    choice = chat(speaking, tools=[tool(parameters)], tool_choice="required", parallel_tool_calls=False, max_tokens=240)
+    assert choice["finish_reason"] == "tool_calls", choice
+    arguments = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+    assert arguments["a"] in size["enum"] and arguments["b"] in size["enum"]
 
 
 @pytest.mark.parametrize("speaking", TOOL_FORMATS, indirect=True)
