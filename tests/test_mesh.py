@@ -29,6 +29,8 @@ SHARDS = {  # of heads 6 (2 of K and V, 2 groups), 3 or 4; experts 6 or 8; chann
     "kimi_linear": (2, 3),
     "lfm2": (6,),
     "lfm2_moe": (8,),
+    "lfm3": (2, 6),
+    "lfm3_plain": (6,),
     "llama": (6,),
     "mamba": (8,),
     "mamba2": (6,),

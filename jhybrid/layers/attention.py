@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
+from jhybrid.layers.head_gate import HeadGate
 from jhybrid.layers.linear import INIT_STD, Linear
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.rope import Rope
@@ -35,6 +36,7 @@ class AttentionSpec:
     qk_norm_offset: float = 0.0  # of the weights of those norms
     qk_norm_whole: bool = False  # one norm over all heads of q, and one over those of k
     gated: bool = False  # the output of each head is multiplied by the sigmoid of a projection of its own
+    head_gated: bool = False  # or by that of one number
     sliding_window: int | None = None
     out_size: int | None = None  # width of the output where it is not the hidden size
 
@@ -69,7 +71,7 @@ class AttentionSpec:
 
 class Attention(nn.Module):
     """Parameters: `qkv_proj` [(Hq + 2 Hkv) Dh, M], with Hq Dh more rows for the gate where asked, `o_proj` [M, Hq Dh],
-    `q_norm` and `k_norm` [Dh], or [Hq Dh] and [Hkv Dh], where asked. Cache part: `kv`.
+    `q_norm` and `k_norm` [Dh], or [Hq Dh] and [Hkv Dh], and `gate_proj` [Hq, M], where asked. Cache part: `kv`.
     """
 
     spec: AttentionSpec
@@ -107,6 +109,9 @@ class Attention(nn.Module):
         cache = cache.put(layer_id, "kv", pages)
         if spec.gated:
             o = o * jax.nn.sigmoid(gate[0])
+        if spec.head_gated:
+            over = Layout(spec.shards)
+            o = HeadGate(spec.hidden_size, spec.num_heads, self.dtype, over, name="gate_proj")(o, x)
         width = spec.num_heads * spec.head_dim
         out = Linear(
             spec.out_size or spec.hidden_size,
@@ -136,7 +141,7 @@ def attention_names(
     hubs: tuple[str, ...], path: tuple[str, ...], spec: AttentionSpec, renamed: Mapping[str, str] | None = None
 ) -> list[TensorName]:
     """Tensors of one mixer; `hubs` are the spellings of its prefix in checkpoints, `renamed` what a family calls
-    its `o_proj`, `q_norm` or `k_norm`.
+    its `o_proj`, `q_norm`, `k_norm` or `gate_proj`.
     """
 
     def spell(module: str, kind: str) -> tuple[str, ...]:
@@ -159,4 +164,6 @@ def attention_names(
         names.append(TensorName(spell("o_proj", kind), (*path, "o_proj", kind)))
     if spec.qk_norm_eps is not None:
         names += [TensorName(spell(n, "weight"), (*path, n, "weight")) for n in ("q_norm", "k_norm")]
+    if spec.head_gated:
+        names.append(TensorName(spell("gate_proj", "weight"), (*path, "gate_proj", "weight")))
     return names

@@ -33,6 +33,13 @@ def plain_frequencies(theta: float, rotary_dim: int) -> np.ndarray:
     return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
 
 
+def proportional_frequencies(theta: float, head_dim: int, share: float) -> np.ndarray:
+    """[head_dim / 2] float32: of a whole head, but only the fastest `share` of the pairs turn (transformers' name)."""
+    frequencies = plain_frequencies(theta, head_dim)
+    frequencies[int(share * head_dim // 2) :] = 0.0
+    return frequencies
+
+
 def llama3_frequencies(
     plain: np.ndarray, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
 ) -> np.ndarray:

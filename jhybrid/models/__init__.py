@@ -11,6 +11,7 @@ from jhybrid.models import (
     jamba,
     kimi_linear,
     lfm2,
+    lfm3,
     llama,
     mamba,
     nemotron_h,
@@ -45,6 +46,14 @@ _ALL = (
     Family("Mamba2ForCausalLM", "mamba2", mamba.Mamba2Config, mamba.decoder, mamba.weight_names),
     Family("Lfm2ForCausalLM", "lfm2", lfm2.Lfm2Config, lfm2.decoder, lfm2.weight_names),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", lfm2.Lfm2MoeConfig, lfm2.decoder, lfm2.weight_names),
+    Family(
+        "Lfm3ForCausalLM",
+        "lfm3",
+        lfm3.Lfm3Config,
+        lfm3.decoder,
+        lfm3.weight_names,
+        also=("Lfm3VlForConditionalGeneration", "lfm3_vl"),
+    ),
     Family("FalconH1ForCausalLM", "falcon_h1", falcon_h1.FalconH1Config, falcon_h1.decoder, falcon_h1.weight_names),
     Family(
         "Qwen3NextForCausalLM", "qwen3_next", qwen3_next.Qwen3NextConfig, qwen3_next.decoder, qwen3_next.weight_names

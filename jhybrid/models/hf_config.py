@@ -12,7 +12,13 @@ from typing import Any
 
 from jhybrid.errors import ConfigError
 from jhybrid.layers.mlp import ACTIVATIONS
-from jhybrid.layers.rope import Rope, llama3_frequencies, plain_frequencies, yarn_frequencies
+from jhybrid.layers.rope import (
+    Rope,
+    llama3_frequencies,
+    plain_frequencies,
+    proportional_frequencies,
+    yarn_frequencies,
+)
 
 # Spellings before and after transformers 5.2.
 LAYER_KINDS = {
@@ -20,6 +26,7 @@ LAYER_KINDS = {
     "linear_attention": "mamba",
     "attention": "attention",
     "full_attention": "attention",
+    "sliding_attention": "sliding",
     "conv": "conv",
     "hybrid": "hybrid",
     "mlp": "mlp",
@@ -120,13 +127,23 @@ class HfConfig:
                 raise ConfigError(self._where + key, f"{i!r} is no layer; num_hidden_layers is {layers}")
         return indices
 
-    def rope(self, head_dim: int, *, partial: float | None = None, default_theta: float | None = None) -> Rope:
+    def rope(
+        self,
+        head_dim: int,
+        *,
+        partial: float | None = None,
+        default_theta: float | None = None,
+        layer_type: str | None = None,
+    ) -> Rope:
         """Rotary frequencies, from `rope_parameters` (5.x), or `rope_theta` and `rope_scaling` at the top level.
 
-        `partial` is the rotated share of a head of families whose configs do not say it at the top level.
+        `partial` is the rotated share of a head of families whose configs do not say it at the top level, `layer_type`
+        the section of `rope_parameters` that counts in those with one for each.
         """
-        nested = self.section("rope_parameters") if self.has("rope_parameters") else self.section("rope_scaling")
-        theta = (nested if nested.has("rope_theta") else self).number("rope_theta", default=default_theta)
+        nested = self.section("rope_parameters" if layer_type or self.has("rope_parameters") else "rope_scaling")
+        if layer_type is not None:
+            nested = nested.section(layer_type)
+        theta = (nested if layer_type or nested.has("rope_theta") else self).number("rope_theta", default=default_theta)
         share = "partial_rotary_factor"
         if partial is None or nested.has(share):
             partial = (nested if nested.has(share) else self).number(share, default=1.0)
@@ -136,6 +153,9 @@ class HfConfig:
             return Rope(_floats(plain))
         if kind == "linear":
             return Rope(_floats(plain / nested.number("factor")))
+        if kind == "proportional":
+            turned = proportional_frequencies(theta, head_dim, partial)
+            return Rope(_floats(turned / nested.number("factor", default=1.0)))
         if kind == "llama3":
             original = nested.integer("original_max_position_embeddings")
             bands = (nested.number("low_freq_factor"), nested.number("high_freq_factor"))
@@ -143,7 +163,8 @@ class HfConfig:
         if kind == "yarn":
             return self._yarn(nested, plain, theta)
         raise ConfigError(
-            f"{nested._where}rope_type", f"{kind!r} is not implemented; supported: default, linear, llama3, yarn"
+            f"{nested._where}rope_type",
+            f"{kind!r} is not implemented; supported: default, linear, proportional, llama3, yarn",
         )
 
     def _yarn(self, nested: "HfConfig", plain: Any, theta: float) -> Rope:

@@ -57,7 +57,7 @@ log = logging.getLogger("jhybrid")
 DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
 IGNORED = (
     r"((language_)?model\.)?mtp\..*",
-    r"model\.visual\..*",
+    r"model\.(visual|vision_tower|multi_modal_projector)\..*",
     r"(vision_model|vision_projector|vision_final_layernorm|mlp1|multi_modal_projector)\..*",
     r"(audio_tower|embed_audio|sound_encoder|sound_projection)\..*",
     r".*rotary_emb\.inv_freq",

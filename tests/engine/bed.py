@@ -37,8 +37,9 @@ MODELS = (
     pytest.param("falcon_mamba", marks=pytest.mark.slow),
     pytest.param("zamba2", marks=pytest.mark.slow),
     pytest.param("lfm2_moe", marks=pytest.mark.slow),
+    pytest.param("lfm3", marks=pytest.mark.slow),
 )
-LITTLE = ("zamba2", "mamba", "falcon_mamba", "lfm2_moe")  # of which there is always a small engine, quick to compile
+LITTLE = ("zamba2", "mamba", "falcon_mamba", "lfm2_moe", "lfm3")  # of which there are small engines, quick to compile
 HYBRIDS = (
     "nemotron_h_moe",
     "lfm2",
@@ -50,6 +51,7 @@ HYBRIDS = (
     pytest.param("granite_dense", marks=pytest.mark.slow),
     pytest.param("zamba2", marks=pytest.mark.slow),
     pytest.param("lfm2_moe", marks=pytest.mark.slow),
+    pytest.param("lfm3", marks=pytest.mark.slow),
 )
 PROMPT_LEN = 97
 

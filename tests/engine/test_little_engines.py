@@ -10,8 +10,10 @@ from jhybrid import Engine
 from .bed import LITTLE, alone, caching, drain, engine_of, golden, greedy, only_pages, prompts, same
 from .conftest import clean
 
+LONG_RUN = ("mamba", "lfm2_moe")
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "mamba" else name for name in LITTLE])
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in LONG_RUN else name for name in LITTLE])
 def little(request: pytest.FixtureRequest) -> Iterator[Engine]:
     yield from clean(engine_of(request.param, 1, 16))
 

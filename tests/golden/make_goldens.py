@@ -89,6 +89,20 @@ LFM2 = {
     "max_position_embeddings": 512,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
 }
+LFM3 = {
+    "model_type": "lfm3",
+    "vocab_size": 263,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "max_position_embeddings": 512,
+    "sliding_window": 13,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 FALCON_H1 = {
     "model_type": "falcon_h1",
     "vocab_size": 263,
@@ -215,6 +229,31 @@ MODELS: dict[str, dict] = {
         "conv_L_cache": 4,
         "conv_bias": True,
         "tie_word_embeddings": False,
+    },
+    "lfm3": {
+        **LFM3,
+        "num_hidden_layers": 6,
+        "layer_types": list("csacsa"),
+        "norm_eps": 3e-5,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.75},
+        },
+    },
+    "lfm3_plain": {
+        **LFM3,
+        "num_hidden_layers": 5,
+        "layer_types": list("scasc"),
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "attention_bias": True,
+        "use_attention_gate": False,
+        "use_sandwich_norm": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
     },
     "falcon_h1": FALCON_H1,
     "falcon_h1_norm": {
@@ -381,7 +420,7 @@ MODELS: dict[str, dict] = {
 }
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")  # sway the choice of experts, not their weights
 CENTRED_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")  # whose factor is 1 + weight
-LAYER_LETTERS = {"m": "linear_attention", "a": "full_attention", "c": "conv"}
+LAYER_LETTERS = {"m": "linear_attention", "a": "full_attention", "s": "sliding_attention", "c": "conv"}
 
 
 class UnfitSeedError(Exception):

@@ -35,6 +35,7 @@ KINDS = {
         LLAMA3,
         1.0,
     ),
+    "proportional": ({"partial_rotary_factor": 0.7, "factor": 2.0}, [f / 2 for f in PLAIN[:5]] + [0.0] * 3, 1.0),
     "yarn": ({"factor": 4.0, "original_max_position_embeddings": 128}, YARN, 1.1386294),
 }
 

@@ -31,6 +31,9 @@ NEEDED = {
     "max_position_embeddings intermediate_size block_auto_adjust_ff_dim block_multiple_of",
     "lfm2_moe": "num_dense_layers num_experts num_experts_per_tok moe_intermediate_size use_expert_bias norm_topk_prob "
     "routed_scaling_factor layer_types intermediate_size",
+    "lfm3": "vocab_size hidden_size norm_eps num_hidden_layers layer_types conv_L_cache conv_bias intermediate_size "
+    "use_sandwich_norm use_attention_gate num_attention_heads head_dim sliding_window "
+    "max_position_embeddings",
     "falcon_h1": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size rope_parameters "
     "max_position_embeddings num_attention_heads mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
     "mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate embedding_multiplier lm_head_multiplier "
@@ -97,7 +100,7 @@ def test_parts_of_every_layer(name: str):
     model_type = raw_of(name)["model_type"]
     kinds = getattr(config, "layer_kinds", (KIND_OF_ALL_LAYERS.get(model_type, "attention"),) * config.num_layers)
     names = {"mamba": ["conv", "ssm"], "attention": ["kv"], "conv": ["conv"], "mlp": [], "moe": []}
-    names["delta"] = ["conv", "delta"]
+    names["delta"], names["sliding"] = ["conv", "delta"], ["kv"]
     names["parallel"] = names["hybrid"] = names["mamba"] + names["attention"]
     assert [[p.name for p in layer] for layer in parts] == [names[kind] for kind in kinds]
     shapes = {p.name: (p.unit, p.shape, p.dtype) for layer in parts for p in layer}
@@ -114,6 +117,9 @@ def test_parts_of_every_layer(name: str):
         assert shapes["kv"] == ("page", (8, 20 + 4), "bfloat16")
     if name == "lfm2":
         assert shapes["conv"] == ("slot", (3, 48), "bfloat16")
+    if name == "lfm3":
+        assert shapes["conv"] == ("slot", (7, 48), "bfloat16")
+        assert shapes["kv"] == ("page", (8, 4 * 16), "bfloat16")
     if name == "qwen3":
         assert shapes["kv"] == ("page", (8, 4 * 16), "bfloat16")
 
@@ -173,6 +179,21 @@ def test_spellings_of_qwen_agree():
     assert by_interval.layer_kinds == ("delta", "attention", "delta", "attention", "delta")
     assert read(raw | {"decoder_sparse_step": 2}).sparse_layers == (False, False, False, True, False)
     assert read(raw).sparse_layers == (True, False, True, True, True)
+
+
+def test_lfm3_has_positions_and_a_window_by_layer_type():
+    config = read(raw_of("lfm3"))
+    assert config.layer_kinds == ("conv", "sliding", "attention", "conv", "sliding", "attention")
+    assert (config.attention.sliding_window, config.sliding.sliding_window) == (None, 13)
+    assert config.attention.rope.frequencies[-2:] == (0.0, 0.0) and config.attention.rope.frequencies[5] > 0
+    assert config.sliding.rope.frequencies[-1] == pytest.approx(3000.0 ** (-14 / 16), rel=1e-6)
+    raw = raw_of("lfm3") | {"sliding_window": None}
+    whole = read(raw | {"layer_types": ["conv", "full_attention"] * 3})
+    assert whole.sliding is None
+    del raw["tie_word_embeddings"]
+    text = raw | {"sliding_window": 13}
+    beside = {"architectures": ["Lfm3VlForConditionalGeneration"], "model_type": "lfm3_vl", "text_config": text}
+    assert read(beside | {"tie_word_embeddings": True, "vision_config": {"hidden_size": 32}}) == config
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
@@ -262,6 +283,9 @@ REFUSED = [
     ("lfm2", {"layer_types": None, "full_attn_idxs": [7]}, "full_attn_idxs: 7 is no layer"),
     ("lfm2", {"conv_L_cache": 1}, "conv_L_cache: must be at least 2"),
     ("lfm2_moe", {"num_dense_layers": 6}, "num_dense_layers: must be between 0 and 5"),
+    ("lfm3", {"layer_types": ["conv"]}, "layer_types: names 1 layers, but num_hidden_layers is 6"),
+    ("lfm3", {"sliding_window": 0}, "sliding_window: must be at least 1"),
+    ("lfm3", {"rope_parameters": None}, r"rope_parameters\.full_attention\.rope_theta: .*lacks this key"),
     ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers: must be 5 numbers"),
     ("falcon_h1", {"mamba_d_ssm": 64}, "mamba_n_heads: 6 heads of mamba_d_head=16 are not mamba_d_ssm = 64"),
     ("falcon_h1", {"projectors_bias": True}, "projectors_bias: True is not implemented"),

@@ -69,6 +69,15 @@ def test_kimi_as_published(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_lfm3_beside_a_vision_tower(tmp_path):
+    stored = load_file(GOLDEN / "lfm3" / "model.safetensors")
+    wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
+    towers = ("model.vision_tower.patchifier.weight", "model.multi_modal_projector.linear_1.weight")
+    save_file(wrapped | dict.fromkeys(towers, np.zeros(3, np.float32)), tmp_path / "model.safetensors")
+    got, want = (load(directory, "lfm3") for directory in (tmp_path, GOLDEN / "lfm3"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_text_model_of_an_omni_checkpoint(tmp_path):
     """Nemotron 3 Omni wraps a Nemotron-H; its towers and multi-token prediction are left alone."""
     raw = json.loads((GOLDEN / "nemotron_h_latent" / "config.json").read_text())
