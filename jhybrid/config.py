@@ -15,6 +15,7 @@ RESERVED = ("JHYBRID_CACHE_DIR",)
 """Those that every command reads."""
 IMPLEMENTATIONS = ("auto", "gpu", "parallel", "reference", "tpu", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "fp8")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 
 
@@ -41,7 +42,7 @@ class EngineConfig:
     num_pages: int | None = None
     """KV pages. None: what memory holds, at most what max_num_seqs sequences of max_model_len need."""
     kv_cache_dtype: str = "auto"
-    """Dtype of KV pages; auto follows dtype, but is float32 on CPU, where 16-bit caches are slow."""
+    """Dtype of KV pages: auto | float32 | bfloat16 | fp8 (e4m3). auto follows dtype, but is float32 on CPU."""
     state_dtype: str = "float32"
     """Dtype of the recurrent state: float32 | bfloat16."""
     enable_prefix_caching: bool = False
@@ -111,8 +112,14 @@ class EngineConfig:
             raise ConfigError("quantization", f"{self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError("load_format", f"{self.load_format!r} is not one of auto, dummy")
-        if self.kv_cache_dtype not in DTYPES:
-            raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype == "int8":
+            raise ConfigError(
+                "kv_cache_dtype",
+                "'int8' would need a scale for each token and head beside the pages, which have none; use fp8, which "
+                "takes as many bytes and needs none",
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ConfigError("state_dtype", f"{self.state_dtype!r} is not one of float32, bfloat16")
         for name in ("attention_impl", "ssm_impl"):

@@ -6,16 +6,25 @@ from contextlib import contextmanager
 from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
 from kernels_pallas.chips import chip_of
+from kernels_pallas.paged_attention.append import TILE
 from kernels_pallas.target import Target
 
 
 def target_of(config: EngineConfig, device_kind: str, capability: str | None = None) -> Target:
     """Where the ops of a step run and with which implementations, on a device of that kind.
 
-    `capability` is an NVIDIA GPU's compute capability, as "9.0".
+    `capability` is an NVIDIA GPU's compute capability, as "9.0". Raises ConfigError for pages that the device does not
+    update in place.
     """
     attention, ssm = (None if impl == "auto" else impl for impl in (config.attention_impl, config.ssm_impl))
-    return Target(chip_of(device_kind), attention, ssm, capability=capability)
+    chip = chip_of(device_kind)
+    if chip is not None and config.kv_cache_dtype == "fp8" and config.page_size % TILE:
+        raise ConfigError(
+            "page_size",
+            f"{config.page_size} with kv_cache_dtype fp8 on a TPU, whose tiles have {TILE} tokens of 8 bits; "
+            f"use a multiple of {TILE}",
+        )
+    return Target(chip, attention, ssm, capability=capability)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from kernels_pallas.spans import Spans, make_spans
 from kernels_pallas.ssd import ssd
 from kernels_pallas.target import Target
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16, F32, FP8 = jnp.bfloat16, jnp.float32, jnp.uint8  # the bits of float8_e4m3fn
 ROWS = 3000  # of a cache: so large that the compiler does not move it into vector memory
 PUBLIC = "_jax"  # ends the name of a case that is of a kernel of JAX
 
@@ -177,7 +177,13 @@ CONTEXT, PAGE = 4096, 64
 
 
 def _attention(
-    chip: Chip, name: str, lens: list[int], first: int, work: dict[str, Work], public: tuple[int, int] | None
+    chip: Chip,
+    name: str,
+    lens: list[int],
+    first: int,
+    work: dict[str, Work],
+    public: tuple[int, int] | None = None,
+    held: Any = BF16,
 ) -> Case:
     """Ours, or JAX's kernel with `public` pages and queries of a block, which does not write the new tokens."""
     (Hq, Hkv, Dh), T, S, width = HEADS, sum(lens), len(lens), CONTEXT // PAGE
@@ -190,7 +196,7 @@ def _attention(
         return paged_attention(*a[:-1], _on(chip, a[-1]), scale=Dh**-0.5, implementation="tpu")
 
     if public is None:
-        return Case(name, shape, ours, (*new, _array(BF16, pages, PAGE, 2 * Hkv * Dh), spans), (3,), work)
+        return Case(name, shape, ours, (*new, _array(held, pages, PAGE, 2 * Hkv * Dh), spans), (3,), work)
     pages_of_block, queries_of_block = public
 
     def theirs(q, pages, spans):
@@ -209,16 +215,15 @@ def _attention_cases(chip: Chip) -> list[Case]:
     """Beside each of ours JAX's, at the sizes of blocks that its count is lowest with."""
     Hq, Hkv, Dh = HEADS
     seqs, first, tokens = 32, CONTEXT - 96, 2048
-    row = 2 * 2 * Hkv * Dh  # bytes of a token's keys and values
-    reads, around = seqs * first * row, 2 * 2 * Hq * Dh
-    decode = (reads + seqs * around, 4 * seqs * first * Hq * Dh)
-    prefill = (tokens * (row + around), 2 * tokens * tokens * Hq * Dh)
-    single = Work(seqs, *decode, trips=[7, 1])
-    tile = Work(tokens // 128, *prefill, trips=[1.5, 1])
-    cases = [
-        _attention(chip, "attention_decode", [1] * seqs, first, {"paged_attention_single": single}, None),
-        _attention(chip, "attention_prefill", [tokens], 0, {"paged_attention_tile": tile}, None),
-    ]
+    around, cases = 2 * 2 * Hq * Dh, []
+    for ends, held in (("_fp8", FP8), ("", BF16)):
+        row = 2 * Hkv * Dh * jnp.dtype(held).itemsize  # bytes of a token's keys and values
+        decode = (seqs * (first * row + around), 4 * seqs * first * Hq * Dh)
+        prefill = (tokens * (row + around), 2 * tokens * tokens * Hq * Dh)
+        single = {"paged_attention_single": Work(seqs, *decode, trips=[7, 1])}
+        tile = {"paged_attention_tile": Work(tokens // 128, *prefill, trips=[1.5, 1])}
+        cases.append(_attention(chip, "attention_decode" + ends, [1] * seqs, first, single, held=held))
+        cases.append(_attention(chip, "attention_prefill" + ends, [tokens], 0, tile, held=held))
     for name, lens, at, floor, (pages, queries) in (
         ("attention_decode" + PUBLIC, [1] * seqs, first, decode, (16, 16)),
         ("attention_prefill" + PUBLIC, [tokens], 0, prefill, (8, 128)),

@@ -19,6 +19,7 @@ from jhybrid import ConfigError, EngineConfig
         ("chunk_size", 0),
         ("dtype", "float16"),
         ("kv_cache_dtype", "int4"),
+        ("kv_cache_dtype", "int8"),
         ("state_dtype", "auto"),
         ("load_format", "gguf"),
         ("memory_fraction", 0.0),

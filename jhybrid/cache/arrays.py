@@ -23,9 +23,7 @@ def abstract_cache(router: Router, *, slots: int, pages: int, mesh: Mesh | None 
     """
     rows = {"slot": slots + 1, "page": pages + 1}
     arrays = {
-        name: placed(
-            mesh, jax.ShapeDtypeStruct((layers * rows[part.unit], *part.shape), jnp.dtype(part.dtype)), part.axis
-        )
+        name: placed(mesh, jax.ShapeDtypeStruct((layers * rows[part.unit], *part.shape), part.array_dtype), part.axis)
         for name, (part, layers) in router.arrays.items()
     }
     return Cache(router, arrays)  # pyright: ignore[reportArgumentType]

@@ -16,10 +16,13 @@ from jax import Array
 
 Unit = Literal["slot", "page"]
 
+HELD_AS = {"fp8": "uint8"}
+"""Dtypes of parts whose arrays have the numbers' bits: see `kernels_pallas/words.py`."""
+
 
 @dataclass(frozen=True)
 class Part:
-    """One named array of a layer's cache: its shape per slot, or per page, and its dtype."""
+    """One named array of a layer's cache: its shape per slot, or per page, and its dtype, "fp8" being e4m3."""
 
     name: str  # "kv", "ssm", "conv", ...
     unit: Unit
@@ -35,9 +38,14 @@ class Part:
         return math.prod(self.shape)
 
     @property
+    def array_dtype(self) -> jnp.dtype:
+        """Of the array that holds it."""
+        return jnp.dtype(HELD_AS.get(self.dtype, self.dtype))
+
+    @property
     def bytes(self) -> int:
         """Bytes of one slot or page of one layer on one device."""
-        return self.elements // self.shards * jnp.dtype(self.dtype).itemsize
+        return self.elements // self.shards * self.array_dtype.itemsize
 
     @property
     def axis(self) -> int | None:

@@ -39,7 +39,7 @@ def paged_attention(
       k, v: [T, Hkv, Dh], this step's tokens; v None: the values are the keys, and are kept once.
       pages: [R, page, 2*Hkv*Dh], a token's row is key and value of head 0, then those of head 1, and so on;
         [R, page, Hkv*Dh] without v; None if `spans` is dense.
-        dtype uint16 means the bits of bfloat16: what a bfloat16 cache must be on CPU (see `words.py`).
+        dtype uint16 means the bits of bfloat16, uint8 those of float8_e4m3fn (see `words.py`).
       scale: factor of the scores.
       sliding_window: attend to the last so many positions only, the token's own included.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.

@@ -30,7 +30,8 @@ from kernels_pallas.mosaic_gpu import (
     store,
     transposed,
 )
-from kernels_pallas.paged_attention.xla import MASKED, Rule, append, whole_blocks
+from kernels_pallas.paged_attention.append import append
+from kernels_pallas.paged_attention.xla import MASKED, Rule, whole_blocks
 from kernels_pallas.spans import Spans
 
 ROWS = 64  # of a matrix that the tensor cores multiply

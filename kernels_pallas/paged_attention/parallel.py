@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.paged_attention.xla import FEW_TOKENS, Rule, append, attend_tile, whole_blocks
+from kernels_pallas.paged_attention.append import append
+from kernels_pallas.paged_attention.xla import FEW_TOKENS, Rule, attend_tile, whole_blocks
 from kernels_pallas.spans import Spans
 
 CHUNKS_AT_ONCE = 16

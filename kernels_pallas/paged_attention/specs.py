@@ -7,6 +7,7 @@ import numpy as np
 
 from kernels_pallas.spans import Kind, dense_spans, make_spans
 from kernels_pallas.specs import Spec
+from kernels_pallas.words import to_words
 
 
 def _paged(
@@ -24,6 +25,7 @@ def _paged(
     layer: int = 0,
     free_pages: int = 3,
     dtype: str = "float32",
+    held_as: str | None = None,  # dtype of pages; None: the same
     atol: float = 1e-5,
     values: bool = True,
     tpu: bool = False,
@@ -71,6 +73,7 @@ def _paged(
         for x in (q, k, v):
             x[sum(lens) :] = np.nan
         q, k, v, pages = (jnp.asarray(x, dtype) for x in (q, k, v, pages))
+        pages = to_words(pages, jnp.dtype(held_as or dtype))
         return (q, k, v if values else None, pages, spans), {"scale": dim**-0.5, "base": base, **options}
 
     return Spec(name, build, atol, rows=num_pages + 1, tpu=tpu, slow=slow)
@@ -129,6 +132,9 @@ SPECS = [
     _paged("decode_one", [1], [127], kind="decode", page=32, heads=(12, 4, 64)),
     _paged("decode_window_cap", [1] * 3, [300, 128, 2], kind="decode", page=16, sliding_window=20, soft_cap=4.0),
     _paged("decode_bfloat16", [1] * 3, [20, 47, 0], kind="decode", page=16, dtype="bfloat16", atol=3e-2),
+    _paged("fp8", [6, 1, 2], [9, 33, 0], page=16, heads=(6, 2, 64), held_as="uint8", num_tokens=12, num_seqs=4),
+    _paged("decode_fp8", [1] * 3, [20, 47, 0], kind="decode", page=16, held_as="uint8"),
+    _paged("fp8_values_are_keys", [9, 3], [0, 5], heads=(4, 1, 12), values=False, held_as="uint8"),
     _paged("values_are_keys", [1, 13, 1, 20], [7, 0, 30, 6], heads=(4, 1, 12), values=False, layers=2, layer=1),
     _paged("values_are_keys_two_heads", [9, 3], [0, 5], values=False, num_tokens=16, num_seqs=3),
     _paged("decode_values_are_keys", [1] * 3, [300, 0, 2], kind="decode", page=16, heads=(4, 1, 12), values=False),
@@ -159,6 +165,8 @@ SPECS = [
     _paged("tpu_mixed_head_64_window", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 2, 64)}, sliding_window=70, **_SLOW),
     _paged("tpu_mixed_head_256_cap", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 4, 256)}, soft_cap=2.0, **_SLOW),
     _paged("tpu_mixed_bfloat16", *_TPU_LENS, **_TPU_MIXED, dtype="bfloat16", atol=3e-2, **_SLOW),
+    _paged("tpu_mixed_fp8", *_TPU_LENS, **_TPU_MIXED | {"page": 32}, held_as="uint8", **_SLOW),
+    _paged("tpu_decode_fp8", [1] * 3, [300, 0, 127], kind="decode", **_TPU_64, held_as="uint8", **_SLOW),
     _paged("tpu_decode_page_128", [1] * 3, [300, 0, 127], kind="decode", **_TPU_128, **_SLOW),
     _paged("tpu_decode_page_64_window", [1] * 3, [300, 0, 127], kind="decode", sliding_window=20, **_TPU_64, **_SLOW),
     _dense("dense", 3, 17, (6, 2, 8)),

@@ -15,12 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.blocks import block_sizes
-from kernels_pallas.paged_attention.xla import append
+from kernels_pallas.paged_attention.append import append
 from kernels_pallas.pieces import pieces_of, singles_of
 from kernels_pallas.spans import Spans
+from kernels_pallas.words import EIGHT_BITS
 
 LANES = 128
-ROWS = {"float32": 8, "bfloat16": 16, "float8_e4m3fn": 32}  # of a tile: a page is a multiple of it
+ROWS = {"float32": 8, "bfloat16": 16, "uint8": 32}  # of a tile: a page is a multiple of it
 MASKED = -1e30  # finite: a block that is wholly masked for a row must not make NaN of its running maximum
 SCALAR_MEMORY = 900_000  # bytes that the page table and the work items may take
 
@@ -177,6 +178,11 @@ def _attend(
     )(items, table, queries, pages)
 
 
+def _numbers(held: Array, dtype: jnp.dtype) -> Array:
+    """What was read from pages, for products in `dtype`."""
+    return (lax.bitcast_convert_type(held, EIGHT_BITS) if held.dtype == jnp.uint8 else held).astype(dtype)
+
+
 def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arrived, *, shape):
     i, count = pl.program_id(0), pl.num_programs(0)
     Hkv, A, B, _ = q.shape
@@ -242,8 +248,8 @@ def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arr
 
         def head(h, carry):
             at = pl.multiple_of(h * shape.head, LANES)
-            keys = held[parity, :, pl.ds(at, shape.key)].astype(q.dtype)
-            values = held[parity, :, pl.ds(at + shape.value, shape.values)].astype(q.dtype)
+            keys = _numbers(held[parity, :, pl.ds(at, shape.key)], q.dtype)
+            values = _numbers(held[parity, :, pl.ds(at + shape.value, shape.values)], q.dtype)
             scores = product(q[h].reshape(size, shape.key), keys, (((1,), (1,)), ((), ())))  # [rows, block]
             if shape.soft_cap is None:
                 scores = scores * (shape.scale * math.log2(math.e))

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.paged_attention.append import append
 from kernels_pallas.spans import Spans
-from kernels_pallas.words import from_words, to_words
+from kernels_pallas.words import from_words
 
 BLOCK_TOKENS = 128  # of the cache read at a time on CPU
 FEW_TOKENS = 8  # of a chunk that gets a small query tile
@@ -74,21 +75,6 @@ def _whole_sequences(q: Array, k: Array, v: Array, num_seqs: int, rule: Rule) ->
     scores = rule.scores(jnp.einsum("sqhgd,skhd->shgqk", queries, keys))
     weights = jax.nn.softmax(jnp.where(rule.sees(at[:, None], at), scores, MASKED), axis=-1)
     return jnp.einsum("shgqk,skhd->sqhgd", weights, values).reshape(q.shape).astype(q.dtype)
-
-
-def append(k: Array, v: Array | None, pages: Array, spans: Spans, base: int | Array) -> Array:
-    """Pages with this step's keys and values; padding is written nowhere.
-
-    In place if `pages` is donated and nothing else reads it later: so the keys of the next layer that shares the
-    array must follow from this layer's output, as they do in a model.
-    """
-    page_size = pages.shape[1]
-    parts = [k] if v is None else [k, v]
-    new = to_words(jnp.stack(parts, axis=2).reshape(len(k), -1), pages.dtype)  # [T, W]
-    position = spans.positions()
-    row = base + spans.page_table[spans.token_seq, position // page_size]
-    row = jnp.where(spans.token_valid(), row, pages.shape[0])  # out of range: dropped
-    return pages.at[row, position % page_size].set(new, mode="drop", unique_indices=True)
 
 
 def _attend_chunks(

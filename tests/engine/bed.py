@@ -147,7 +147,7 @@ def poison(engine: Engine) -> None:
         snapshots = [ledger.slots.size + row for row in (range(staged) if staged else ledger.snapshots.free_rows())]
         free = ledger.slots.free_rows() + snapshots if part.unit == "slot" else ledger.pages.free_rows()
         for layer in range(layers):
-            array[[layer * rows + row for row in (*free, rows - 1)]] = np.nan
+            array[[layer * rows + row for row in (*free, rows - 1)]] = 0x7F if array.dtype == np.uint8 else np.nan
         engine.runner.cache.arrays[name] = jax.device_put(array)
 
 

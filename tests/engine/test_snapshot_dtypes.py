@@ -10,7 +10,7 @@ from jhybrid import Engine
 from .bed import alone, caching, engine_of, greedy, poison, prompts
 
 
-@pytest.mark.parametrize(("dtype", "worst"), [("bfloat16", 0.02), ("int8", 0.05)])
+@pytest.mark.parametrize(("dtype", "worst"), [pytest.param("bfloat16", 0.02, marks=pytest.mark.slow), ("int8", 0.05)])
 def test_a_hit_from_a_packed_snapshot_is_close_to_the_cold_run(dtype: str, worst: float):
     template = engine_of("granite_dense").config
     config = dataclasses.replace(

@@ -108,6 +108,9 @@ def test_a_gpu_is_known_by_its_compute_capability() -> None:
     target = target_of(EngineConfig(), "NVIDIA H200", "9.0")
     assert target.order == ("gpu", "parallel", "xla")
     assert target_of(EngineConfig(), "cpu").order == ("xla",)
+    with pytest.raises(ConfigError, match=r"page_size: 16 with kv_cache_dtype fp8 on a TPU.*multiple of 32"):
+        target_of(EngineConfig(kv_cache_dtype="fp8"), "TPU v6 lite")
+    assert target_of(EngineConfig(kv_cache_dtype="fp8", page_size=64), "TPU v6 lite").order == ("tpu", "xla")
 
 
 def test_a_kernel_needs_a_chip() -> None:

@@ -8,6 +8,7 @@ import pytest
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.specs import SPECS
 from kernels_pallas.spans import dense_spans
+from kernels_pallas.words import EIGHT_BITS, from_words, to_words
 
 BFLOAT16 = [s for s in SPECS if s.name in ("bfloat16", "decode_bfloat16")]
 
@@ -23,7 +24,7 @@ def test_words_are_bfloat16(spec, implementation):
     np.testing.assert_array_equal(got_words, jax.lax.bitcast_convert_type(want_pages, jnp.uint16))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "uint8"])
 @pytest.mark.parametrize("name", ["decode_one", "mixed"])
 def test_the_donated_cache_is_never_copied(name, dtype):
     (spec,) = (s for s in SPECS if s.name == name)
@@ -41,6 +42,19 @@ def test_the_donated_cache_is_never_copied(name, dtype):
     memory = jax.jit(step, donate_argnums=0).lower(held).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= held.nbytes
     assert memory.temp_size_in_bytes < held.nbytes / 2, (memory.temp_size_in_bytes, held.nbytes)
+
+
+def test_eight_bits_are_rounded_to_the_nearest_and_saturate():
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.standard_normal(4000) * 10.0 ** rng.uniform(-4, 3, 4000))
+    x = np.concatenate([x, np.float32([448, 463, 465, -1e9, 0, 2**-9, 2**-10 * 0.9])])
+    held = to_words(jnp.asarray(x), jnp.dtype("uint8"))
+    every = np.arange(256, dtype=np.uint8).view(EIGHT_BITS).astype(np.float32)
+    np.testing.assert_array_equal(from_words(jnp.arange(256, dtype=jnp.uint8)), every)
+    finite = every[np.isfinite(every)]
+    nearest = np.abs(x[:, None] - finite).min(axis=1)
+    np.testing.assert_array_equal(np.abs(np.asarray(from_words(held)) - x), nearest)
+    assert np.isnan(from_words(to_words(jnp.array([jnp.inf, -jnp.inf, jnp.nan]), jnp.dtype("uint8")))).all()
 
 
 def test_dense_is_differentiable():
