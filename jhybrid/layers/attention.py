@@ -19,6 +19,9 @@ from jhybrid.weights.names import FileRows, TensorName
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.spans import Spans
 
+KV_SCALE = "kv_scale"
+"""Of keys and of values [2] float32: a parameter that there is only where a checkpoint brings it for 8-bit pages."""
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -103,10 +106,15 @@ class Attention(nn.Module):
         if spec.rope is not None:
             positions = spans.positions()
             q, k = spec.rope(q, positions), spec.rope(k, positions)
+        scale = self.get_variable("params", KV_SCALE) if self.has_variable("params", KV_SCALE) else None
+        if scale is not None:  # pages hold keys and values divided by it
+            q, k, v = ((x * by).astype(x.dtype) for x, by in ((q, scale[0]), (k, 1 / scale[0]), (v, 1 / scale[1])))
         pages, base = cache.open(layer_id, "kv")
         attend = partial(paged_attention, scale=spec.scale, sliding_window=spec.sliding_window, base=base)
         o, pages = over_shards(attend, spec.shards, (1, 1, 1, 2, None), (1, 2))(q, k, v, pages, spans)
         cache = cache.put(layer_id, "kv", pages)
+        if scale is not None:
+            o = (o * scale[1]).astype(o.dtype)
         if spec.gated:
             o = o * jax.nn.sigmoid(gate[0])
         if spec.head_gated:

@@ -30,6 +30,7 @@ from jhybrid.config import EngineConfig
 from jhybrid.dispatch import target_of
 from jhybrid.errors import ConfigError
 from jhybrid.executables import Executables
+from jhybrid.layers.attention import KV_SCALE
 from jhybrid.layers.parameter import scale_of
 from jhybrid.mesh import AS_STORED, Layout, make_mesh, placed, using
 from jhybrid.models import (
@@ -45,6 +46,7 @@ from jhybrid.programs import Programs
 from jhybrid.runner import Runner, device_bytes_free
 from jhybrid.startup import Startup
 from jhybrid.tokenizer import Tokenizer, load_tokenizer, read_eos_token_ids
+from jhybrid.weights.cache_scales import with_cache_scales
 from jhybrid.weights.fingerprint import fingerprint
 from jhybrid.weights.orbax import is_orbax, load_orbax
 from jhybrid.weights.places import Place, leaves, nest
@@ -241,7 +243,17 @@ def load_params(
     of = {"scheme": scheme, "quantisable": quantisable, "quantise": quantise, "layouts": layouts}
     if model_config.tie_word_embeddings:
         of["copies"] = {TIED_HEAD: next(name.names for name in names if name.path[-1] == "embedding")}
-    return load_safetensors(directory, shapes, names, ignored=IGNORED, **of)
+    params = load_safetensors(directory, shapes, names, ignored=IGNORED, **of)
+    if config.kv_cache_dtype != "fp8":
+        return params
+    scaled = with_cache_scales(directory, params, names)
+    if config.bundle is not None and any(path[-1] == KV_SCALE for path, _ in leaves(scaled)):
+        raise ConfigError(
+            "bundle",
+            f"{config.bundle!r} was made from a config.json, without the scales of 8-bit keys and values that this "
+            "checkpoint has; serve it without a bundle, or with kv_cache_dtype bfloat16",
+        )
+    return scaled
 
 
 def _placed(params: Any, shapes: Any) -> dict[str, Any]:

@@ -34,10 +34,12 @@ PACKED = "_packed"  # ends the name of a tensor of int8, four to an int32 (compr
 LEAST_RUN = 16  # columns of a scale; narrower ones would make the scales as large as the weight
 ROUNDED_AT_ONCE = 1 << 24  # numbers that are float32 at a time while a tensor is rounded or expanded
 UNUSED = (
-    # scales of activations and of the cache, which are not rounded here, and shapes that the tensors have themselves
-    r".*\.(input|output|activation|[qkv]|[kv]_proj\.output)_scale",
+    # scales of activations, which are not rounded here, and shapes that the tensors have themselves
+    r".*\.(input|output|activation|q)_scale",
     r".*\.weight_shape",
 )
+CACHE_SCALES = (r".*\.(k|v|kv|[kv]_proj\.output)_scale",)
+"""Of keys and values, also beside plain weights: `cache_scales.py` reads them where the cache has 8 bits."""
 REMEDY = (
     "use the checkpoint that it was made from (most often the same name without the suffix) with quantization int8 or "
     "fp8, or write one with transformers: AutoModelForCausalLM.from_pretrained(dir).dequantize().save_pretrained(dir2)"
@@ -161,9 +163,11 @@ def _read_modelopt(scheme: HfConfig) -> Scheme:
     return Scheme("fp8", algorithms[algorithm], _patterns(scheme, "exclude_modules", "ignore"))
 
 
-def _read_compressed_tensors(scheme: HfConfig) -> Scheme:
+def _read_compressed_tensors(scheme: HfConfig) -> Scheme | None:
     groups = [group for group in scheme.section("config_groups").raw.values() if isinstance(group, dict)]
     weights = [HfConfig(group["weights"]) for group in groups if group.get("weights") is not None]
+    if not weights and scheme.has("kv_cache_scheme"):  # of the cache alone
+        return None
     if not weights or any(w.raw != weights[0].raw for w in weights):
         raise _unread("compressed-tensors with groups of several kinds, or none", scheme)
     [of, *_] = weights

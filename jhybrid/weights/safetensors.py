@@ -35,6 +35,7 @@ from jhybrid.weights.places import (
     whole,
 )
 from jhybrid.weights.quantised import (
+    CACHE_SCALES,
     LEAST_RUN,
     PACKED,
     STORED,
@@ -142,6 +143,7 @@ def load_safetensors(
     directory = Path(directory)
     files, indexed = _shards(directory)
     stored = _read_headers(files, indexed)
+    ignored = (*ignored, *CACHE_SCALES)
     if scheme is not None:
         stored, ignored = _with_packed(stored), (*ignored, *UNUSED)
     for copy, spellings in (copies or {}).items():
@@ -151,6 +153,16 @@ def load_safetensors(
     chosen = _match(directory, targets, names, stored, ignored, scheme)
     forms = _forms(targets, chosen, stored, scheme, quantisable, quantise)
     return nest(_stream(files, stored, Filling(targets, chosen, forms, layouts), chosen, scheme, progress))
+
+
+def read_tensors(directory: str | Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Those of the named tensors of a checkpoint, plain and small, that it has."""
+    stored = _read_headers(*_shards(Path(directory)))
+    found = {}
+    for name in stored.keys() & names:
+        with _opened(stored[name].file) as file:
+            found[name] = file.get_tensor(name)
+    return found
 
 
 def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
