@@ -81,9 +81,11 @@ class Generate:
 
     def run(self) -> None:
         from jhybrid.engine import Engine
+        from jhybrid.weights.load import read_model
 
         prompts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
         params = self.sampling.params()
+        params.validate(read_model(self.engine)[0].vocab_size)  # before it is loaded and compiled
         with Engine(self.engine) as engine:
             if len(prompts) == 1 and params.n == 1 and not self.json:
                 for delta in engine.stream(Request(prompt=prompts[0], sampling=params)):

@@ -10,7 +10,7 @@ from jhybrid import Engine
 from .bed import LITTLE, alone, caching, drain, engine_of, golden, greedy, only_pages, prompts, same
 from .conftest import clean
 
-LONG_RUN = ("mamba", "lfm2_moe")
+LONG_RUN = ("mamba", "lfm2_moe", "zamba2")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in LONG_RUN else name for name in LITTLE])

@@ -78,7 +78,7 @@ def test_a_model_without_recurrent_layers_has_no_slots_in_the_batch():
     layouts = engine_of("llama").packer.layouts.values()
     assert not any("read_slot" in layout.ints or "chunk_snapshot" in layout.ints for layout in layouts)
     assert all("page_table" in layout.ints for layout in layouts)
-    layouts = engine_of("mamba2").packer.layouts.values()
+    layouts = engine_of("falcon_mamba", 1, 16).packer.layouts.values()
     assert not any("page_table" in layout.ints for layout in layouts)
     assert all("read_slot" in layout.ints for layout in layouts)
 

@@ -16,10 +16,10 @@ def test_the_engine_works_as_printed(tmp_path: Path):
     config = EngineConfig(
         model=str(directory),
         dtype="float32",
-        max_num_seqs=4,
-        max_model_len=512,
+        max_num_seqs=2,
+        max_model_len=64,
         page_size=16,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=16,
         enable_prefix_caching=True,
     )
     sampling = SamplingParams(
@@ -37,7 +37,7 @@ def test_the_engine_works_as_printed(tmp_path: Path):
         status = engine.status()
         assert status["running"] == status["waiting"] == status["compilations_after_ready"] == 0
         assert status["pages"]["free"] == status["pages"]["total"]
-        assert status["slots"] == {"total": 4, "free": 4, "used": 0, "cached": 0}
+        assert status["slots"] == {"total": 2, "free": 2, "used": 0, "cached": 0}
         assert {"weights", "kv", "state", "snapshots", "scratch"} <= set(status["memory_bytes"])
         engine.flush_cache()
         [scores] = engine.score([[1, 5, 9]])
