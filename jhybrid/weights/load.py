@@ -16,12 +16,13 @@ from jax.sharding import Mesh
 
 from jhybrid.batch import Bucket, make_buckets
 from jhybrid.bundle import Bundle, identity
-from jhybrid.cache.arrays import MemoryPlan, tree_bytes
+from jhybrid.cache.arrays import MemoryPlan, abstract_cache, tree_bytes
 from jhybrid.cache.eviction import Cost, Policy
 from jhybrid.cache.ledger import Ledger
 from jhybrid.cache.prefix_tree import PrefixTree
 from jhybrid.cache.router import Part, Router
-from jhybrid.cache.snapshots import bytes_per_snapshot
+from jhybrid.cache.snapshots import abstract_store
+from jhybrid.cache.tiers.copies import forms
 from jhybrid.cache.tiers.host import HostTier
 from jhybrid.cache.tiers.store import Store
 from jhybrid.cache.tiers.tiers import TierConfig, Tiers
@@ -303,9 +304,7 @@ def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int
 def make_runner(config: EngineConfig, model: Model, startup: Startup, max_parked: int = 0) -> Runner:
     """Plan memory, compile every bucket, allocate the caches, with room for `max_parked` sequences more than run."""
     if config.host_cache_bytes:
-        router, dtype = model.router, config.snapshot_dtype
-        packed = None if dtype == "auto" else bytes_per_snapshot(router, dtype)  # pyright: ignore[reportArgumentType]
-        check_tiers(config, model, router.bytes_per_page, packed or router.bytes_per_slot)  # before what takes time
+        check_tiers(config, model)  # before what takes time
     device = jax.devices()[0] if model.mesh is None else model.mesh.devices.flat[0]
     free = device_bytes_free(model.mesh) + tree_bytes(model.params)
     if config.bundle is None:
@@ -405,7 +404,7 @@ def make_ledger(config: EngineConfig, model: Model, memory: MemoryPlan, alpha: f
 
 def make_tiers(config: EngineConfig, model: Model, runner: Runner) -> Tiers:
     """The host tier, and the disk tier if there is to be one. Raises ConfigError."""
-    check_tiers(config, model, runner.page_form.bytes, runner.state_form.bytes)
+    check_tiers(config, model)
     tiers = TierConfig(
         host_bytes=config.host_cache_bytes,
         state_share=config.host_cache_state_share,
@@ -418,7 +417,7 @@ def make_tiers(config: EngineConfig, model: Model, runner: Runner) -> Tiers:
     return Tiers(tiers, runner, name, page_size=config.page_size)
 
 
-def check_tiers(config: EngineConfig, model: Model, page_bytes: int, state_bytes: int) -> None:
+def check_tiers(config: EngineConfig, model: Model) -> None:
     """Raises ConfigError for a host tier that does not fit, or holds too little, and a disk that cannot be written."""
     free = psutil.virtual_memory().available
     if config.host_cache_bytes > free:
@@ -426,7 +425,10 @@ def check_tiers(config: EngineConfig, model: Model, page_bytes: int, state_bytes
             "host_cache_bytes", f"{config.host_cache_bytes} is more than the {free} B of memory left; use less"
         )
     host = HostTier(config.host_cache_bytes, config.host_cache_state_share)
-    host.check(page_bytes, state_bytes, -(-model.max_model_len // config.page_size))
+    dtype: Any = config.snapshot_dtype
+    store = {} if dtype == "auto" else abstract_store(model.router, 1, dtype)
+    page, state = forms(abstract_cache(model.router, slots=1, pages=1), store)
+    host.check(page.bytes, state.bytes, -(-model.max_model_len // config.page_size))
     if config.disk_cache_url is not None:
         with contextlib.suppress(OSError, ValueError):  # a tier that is out, and may come back
             Store(config.disk_cache_url).probe()

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from jhybrid import ConfigError, Engine, Output, Request
+from jhybrid.cache.router import Router
 from jhybrid.cache.tiers import tiers as tiers_module
 from jhybrid.cache.tiers.copies import Copies
 from jhybrid.cache.tiers.counts import LIMIT
@@ -624,6 +625,21 @@ def test_tiers_that_cannot_be_are_refused_before_anything_is_compiled(
     with pytest.raises(AssertionError, match="a runner was made"):
         make_runner(dataclasses.replace(nemotron.config, **url(tmp_path)), nemotron.model, Startup())
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing stays behind"
+
+
+def test_a_host_tier_must_hold_what_all_devices_hold_together(nemotron: Engine):
+    parts = [part for part, _ in nemotron.model.router.arrays.values()]
+
+    def refusal(router: Router) -> str:
+        config = dataclasses.replace(nemotron.config, host_cache_bytes=100)
+        with pytest.raises(ConfigError) as refused:
+            load.check_tiers(config, dataclasses.replace(nemotron.model, router=router))
+        return str(refused.value)
+
+    alone, spread = Router([parts]), Router([[dataclasses.replace(part, shards=2) for part in parts]])
+    assert spread.bytes_per_slot == alone.bytes_per_slot / 2
+    assert f"two states ({2 * alone.bytes_per_slot} B)" in refusal(alone)
+    assert refusal(spread) == refusal(alone)
 
 
 def test_without_tiers_there_is_nothing_of_them(nemotron: Engine):

@@ -92,37 +92,18 @@ class Copies:
         pinned: bool | None = None,
     ):
         """`pinned`: whether transfers go through pinned host memory. None: unless the device is the CPU."""
-        router = cache.router
-        self._slots = {name for name, (part, _) in router.arrays.items() if part.unit == "slot"}
-        self._layers = {name: layers for name, (_, layers) in router.arrays.items()}
-        self._shared = {name: part.axis for name, (part, _) in router.arrays.items()}
-        self._layers |= {f"{name}.scales": layers for name, layers in self._layers.items()}
-        self._is_packed = bool(store)
+        self._layers = _layers_of(cache)
+        self._shared = {name: part.axis for name, (part, _) in cache.router.arrays.items()}
         self._first_snapshot, self._scratch_page = (0 if store else first_snapshot), scratch_page
         self.size = pages
-        shapes_of_pages, shapes_of_states = self._pages_of(cache), self._states_of(cache, store)
-        self.page_form = Form.of(shapes_of_pages, self._layers)
-        self.state_form = Form.of(shapes_of_states, self._layers)
+        shapes_of_pages, shapes_of_states = _pages_of(cache), _states_of(cache, store)
+        self.page_form, self.state_form = forms(cache, store)
         self._mesh = executables.mesh
         self._first_device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
         self._pinned = self._first_device.platform != "cpu" if pinned is None else pinned
         compiled = partial(self._compile, executables)
         self._read_pages, self._write_pages = compiled("pages", shapes_of_pages, pages)
         self._read_state, self._write_state = compiled("state", shapes_of_states, 1)
-
-    def _pages_of(self, cache: Cache) -> Arrays:
-        return {name: array for name, array in cache.arrays.items() if name not in self._slots}
-
-    def _states_of(self, cache: Cache, store: Store) -> Arrays:
-        """The arrays whose rows are snapshots."""
-        if not self._is_packed:
-            return {name: array for name, array in cache.arrays.items() if name in self._slots}
-        arrays = {}
-        for name, packed in store.items():
-            arrays[name] = packed.values
-            if packed.scales is not None:
-                arrays[f"{name}.scales"] = packed.scales
-        return arrays
 
     def _compile(self, executables: Executables, kind: str, arrays: Arrays, count: int) -> tuple[Any, Any]:
         """What gathers and what scatters `count` rows of these arrays; nothing if there are none."""
@@ -155,12 +136,10 @@ class Copies:
         state: Arrays = {}
         if pages:
             assert self._read_pages is not None and len(pages) <= self.size, (len(pages), self.size)
-            kv = self._read_pages(self._pages_of(cache), self._rows(pages))
+            kv = self._read_pages(_pages_of(cache), self._rows(pages))
         if snapshot is not None:
             assert self._read_state is not None
-            state = self._read_state(
-                self._states_of(cache, store), np.array([self._first_snapshot + snapshot], np.int32)
-            )
+            state = self._read_state(_states_of(cache, store), np.array([self._first_snapshot + snapshot], np.int32))
         arrays = [*kv.values(), *state.values()]
         if self._pinned:
             kv, state = (self._to(tree, "pinned_host") for tree in (kv, state))
@@ -218,14 +197,14 @@ class Copies:
             assert self._write_pages is not None
             mine = rows[i * self.size : (i + 1) * self.size]
             if any(row != self._scratch_page for row in mine):
-                held = {name: array for name, array in arrays.items() if name not in self._slots}
+                held = _pages_of(Cache(cache.router, arrays))
                 arrays |= self._write_pages(held, values, self._rows(mine))
         if snapshot is not None:
             assert self._write_state is not None and staged.state is not None
             row = np.array([self._first_snapshot + snapshot], np.int32)
-            held = self._states_of(Cache(cache.router, arrays), store)
+            held = _states_of(Cache(cache.router, arrays), store)
             written = self._write_state(held, staged.state, row)
-            if self._is_packed:
+            if store:
                 store = {
                     name: packed._replace(values=written[name], scales=written.get(f"{name}.scales"))
                     for name, packed in store.items()
@@ -233,6 +212,34 @@ class Copies:
             else:
                 arrays |= written
         return Cache(cache.router, arrays), store
+
+
+def forms(cache: Cache, store: Store) -> tuple[Form, Form]:
+    """Of a page and of a state, of which the lower tiers hold what all devices have together; from arrays or shapes."""
+    layers = _layers_of(cache)
+    return Form.of(_pages_of(cache), layers), Form.of(_states_of(cache, store), layers)
+
+
+def _pages_of(cache: Cache) -> Arrays:
+    return {n: array for n, array in cache.arrays.items() if cache.router.arrays[n][0].unit == "page"}
+
+
+def _states_of(cache: Cache, store: Store) -> Arrays:
+    """The arrays whose rows are snapshots."""
+    if not store:
+        return {n: array for n, array in cache.arrays.items() if cache.router.arrays[n][0].unit == "slot"}
+    arrays = {}
+    for name, packed in store.items():
+        arrays[name] = packed.values
+        if packed.scales is not None:
+            arrays[f"{name}.scales"] = packed.scales
+    return arrays
+
+
+def _layers_of(cache: Cache) -> dict[str, int]:
+    """How many layers are stacked in each array, and in its scales."""
+    layers = {name: layers for name, (_, layers) in cache.router.arrays.items()}
+    return layers | {f"{name}.scales": count for name, count in layers.items()}
 
 
 def pages_per_copy(page_size: int, max_num_batched_tokens: int, pages_per_seq: int) -> int:
