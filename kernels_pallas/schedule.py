@@ -30,7 +30,8 @@ from kernels_pallas.ssd import ssd
 from kernels_pallas.target import Target
 
 BF16, F32, FP8 = jnp.bfloat16, jnp.float32, jnp.uint8  # the bits of float8_e4m3fn
-ROWS = 3000  # of a cache: so large that the compiler does not move it into vector memory
+ROWS = 200  # of a cache
+PAGES = 3000  # of a cache: so many that XLA, which writes to them, does not move them into vector memory
 PUBLIC = "_jax"  # ends the name of a case that is of a kernel of JAX
 
 
@@ -188,7 +189,7 @@ def _attention(
     """Ours, or JAX's kernel with `public` pages and queries of a block, which does not write the new tokens."""
     (Hq, Hkv, Dh), T, S, width = HEADS, sum(lens), len(lens), CONTEXT // PAGE
     spans = _spans(lens, first, page=PAGE, width=width)
-    pages = max(ROWS, S * width + 1)
+    pages = max(PAGES, S * width + 1)
     new = (_array(BF16, T, Hq, Dh), _array(BF16, T, Hkv, Dh), _array(BF16, T, Hkv, Dh))
     shape = f"{S} sequences of {lens[0]} after {first}, {Hq}/{Hkv} heads of {Dh}, pages of {PAGE}"
 

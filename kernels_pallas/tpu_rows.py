@@ -27,6 +27,11 @@ def start_slots(array: Array, spans: Spans, base: int | Array) -> tuple[Array, A
     return _copy_rows(array, rows, jnp.sum(moved, dtype=jnp.int32), spans), jnp.where(moved, write, read)
 
 
+def in_hbm(array: Array) -> Array:
+    """A cache of which a kernel moves rows itself; the compiler would fetch a small one into vector memory, whole."""
+    return pltpu.with_memory_space_constraint(array, pltpu.MemorySpace.HBM)
+
+
 def _copy_rows(array: Array, rows: Array, count: Array, spans: Spans) -> Array:
     """`array` with row rows[1, i] set to row rows[0, i] for i < count, in place."""
 
@@ -53,7 +58,7 @@ def _copy_rows(array: Array, rows: Array, count: Array, spans: Spans) -> Array:
         out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
         input_output_aliases={2: 0},
         interpret=spans.target.simulate or False,
-    )(count[None], rows, array)
+    )(count[None], rows, in_hbm(array))
 
 
 def first_tokens(spans: Spans) -> Array:

@@ -13,7 +13,7 @@ from kernels_pallas.blocks import block_sizes, largest_divisor
 from kernels_pallas.pieces import NONE, Pieces, Singles, pieces_of, singles_of
 from kernels_pallas.spans import Spans
 from kernels_pallas.target import Target
-from kernels_pallas.tpu_rows import Loads, Stores, start_slots
+from kernels_pallas.tpu_rows import Loads, Stores, in_hbm, start_slots
 
 LANES = 128
 HISTORY = 8  # rows kept before a tile, one tile of float32
@@ -111,7 +111,7 @@ def _step(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=64 * 1024 * 1024),
         interpret=target.simulate or False,
-    )(singles.count[None], rows, jnp.pad(x.astype(jnp.float32), [(0, room), (0, 0)]), taps, bias, window)
+    )(singles.count[None], rows, jnp.pad(x.astype(jnp.float32), [(0, room), (0, 0)]), taps, bias, in_hbm(window))
     return y[:S].astype(x.dtype), window
 
 
@@ -209,7 +209,7 @@ def _pieces(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=target.simulate or False,
-    )(pieces.table(), x, taps, bias, window)
+    )(pieces.table(), x, taps, bias, in_hbm(window))
     return y[:T], window
 
 

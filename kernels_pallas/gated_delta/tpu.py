@@ -14,7 +14,7 @@ from kernels_pallas.gated_delta.tpu_chunk import chunks
 from kernels_pallas.pieces import Singles, pieces_of, singles_of
 from kernels_pallas.spans import Spans
 from kernels_pallas.target import Target
-from kernels_pallas.tpu_rows import SUBLANES, Loads, Stores, begin_step, first_tokens, put_singles, start_slots
+from kernels_pallas.tpu_rows import SUBLANES, Loads, Stores, begin_step, first_tokens, in_hbm, put_singles, start_slots
 
 LANES = 128
 
@@ -111,7 +111,7 @@ def _step(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=target.simulate or False,
-    )(singles.table(), *arrays, state)
+    )(singles.table(), *arrays, in_hbm(state))
     done = jnp.zeros(S, bool).at[singles.seq].set(jnp.arange(S) < singles.count)
     return jnp.where(done[:, None, None], o.reshape(S, H, dv), 0).astype(v.dtype), state
 

@@ -20,7 +20,7 @@ from kernels_pallas.decays import STRONGEST
 from kernels_pallas.pieces import Pieces
 from kernels_pallas.target import Target
 from kernels_pallas.tpu_decays import LARGEST, log_decay_parts
-from kernels_pallas.tpu_rows import Loads, Stores, begin_step
+from kernels_pallas.tpu_rows import Loads, Stores, begin_step, in_hbm
 
 BLOCK = 8  # tokens of a block that is inverted row by row: the rows of a register
 
@@ -103,7 +103,7 @@ def chunks(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=56 * 1024 * 1024
         ),
         interpret=target.simulate or False,
-    )(pieces.table(), q, k, v, g, beta, state)
+    )(pieces.table(), q, k, v, g, beta, in_hbm(state))
     return o[:T].reshape(T, H, dv), state
 
 

@@ -44,6 +44,7 @@ SPECS = [
     _grouped("one_group", [5], out=8, width=16),
     _grouped("odd_sizes_and_tail", [1, 7, 0, 2, 3], out=13, width=11, tail=3),
     _grouped("weight_in_tiles", [3, 0, 9], out=300, width=512, tail=1),
+    _grouped("inputs_in_tiles", [3, 0, 2], out=640, width=2500, tail=1, atol=5e-4),
     _grouped("many_groups_few_rows", [1 if g % 5 == 0 else 0 for g in range(32)], out=24, width=16, tail=1),
     _grouped("tiles_of_most_rows", [130, 64, 1], out=8, width=16),
     _grouped("bfloat16", [2, 0, 9, 1], out=40, width=32, tail=4, dtype="bfloat16", atol=0.1),

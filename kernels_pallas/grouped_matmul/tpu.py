@@ -1,7 +1,10 @@
-"""grouped_matmul on TPU: JAX's own kernel (megablox), which takes weights as they are stored.
+"""grouped_matmul on TPU: JAX's own kernel (megablox), which takes weights as they lie in memory.
 
 `ragged_dot` does no more products there, but has every weight transposed first, in every step: for 16 experts of
 1856 x 2688 (bfloat16) 157 MiB are written and read again beside the weights themselves.
+
+Which of a weight's last two axes lies along the lanes is the compiler's choice: the one that takes less padding. The
+kernel takes either, and is told which.
 """
 
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from kernels_pallas.scaled_matmul.xla import whole
 MOST_ROWS = 128  # of a tile of x
 MOST_COLUMNS = 512  # of a tile of the product
 MOST_BYTES = 1 << 22  # of a tile of a weight, of which there are two in vector memory
+SUBLANES, LANES = 8, 128
 
 
 def grouped_matmul(
@@ -24,8 +28,19 @@ def grouped_matmul(
         weight = whole(weight, scale, x.dtype)
     (T, I), O = x.shape, weight.shape[1]
     rows, columns = min(MOST_ROWS, -(-T // 16) * 16), min(MOST_COLUMNS, O)
-    width = min(I, MOST_BYTES // columns // weight.dtype.itemsize // 128 * 128)
+    width = min(I, MOST_BYTES // columns // weight.dtype.itemsize // LANES * LANES)
     padded = jnp.pad(x, [(0, -T % rows), (0, 0)])
-    y = gmm(padded, weight, group_sizes, x.dtype, (rows, width, columns), None, None, True, interpret)[:T]
+    as_stored = not outputs_on_lanes(O, I)
+    weight = weight if as_stored else weight.swapaxes(1, 2)
+    y = gmm(padded, weight, group_sizes, x.dtype, (rows, width, columns), None, None, as_stored, interpret)[:T]
     covered = jnp.arange(T) < group_sizes.sum()
     return jnp.where(covered[:, None], y, 0)
+
+
+def outputs_on_lanes(outputs: int, inputs: int) -> bool:
+    """Whether the compiler lays out a parameter [E, outputs, inputs] with its outputs along the lanes."""
+
+    def padded(rows: int, lanes: int) -> int:
+        return -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES
+
+    return padded(inputs, outputs) < padded(outputs, inputs)

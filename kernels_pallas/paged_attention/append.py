@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.spans import Spans
+from kernels_pallas.tpu_rows import in_hbm
 from kernels_pallas.words import to_words
 
 TILE = 32  # tokens of 8 bits that lie on one tile of a TPU
@@ -64,7 +65,7 @@ def _write_tiles(new: Array, pages: Array, spans: Spans, base: int | Array) -> A
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=spans.target.simulate or False,
-    )(items, new[jnp.clip(rows, 0, T - 1)], pages)
+    )(items, new[jnp.clip(rows, 0, T - 1)], in_hbm(pages))
 
 
 def _write_kernel(items, new, old, written):

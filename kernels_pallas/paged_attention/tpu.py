@@ -18,6 +18,7 @@ from kernels_pallas.blocks import block_sizes
 from kernels_pallas.paged_attention.append import append
 from kernels_pallas.pieces import pieces_of, singles_of
 from kernels_pallas.spans import Spans
+from kernels_pallas.tpu_rows import in_hbm
 from kernels_pallas.words import EIGHT_BITS
 
 LANES = 128
@@ -175,7 +176,7 @@ def _attend(
         out_shape=jax.ShapeDtypeStruct((Hkv, A, B, shape.values), queries.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=60 * 1024 * 1024),
         interpret=spans.target.simulate or False,
-    )(items, table, queries, pages)
+    )(items, table, queries, in_hbm(pages))
 
 
 def _numbers(held: Array, dtype: jnp.dtype) -> Array:

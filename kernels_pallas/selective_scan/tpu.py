@@ -16,7 +16,7 @@ from kernels_pallas.blocks import block_sizes, largest_divisor
 from kernels_pallas.pieces import Pieces, Singles, pieces_of, singles_of
 from kernels_pallas.spans import Spans
 from kernels_pallas.target import Target
-from kernels_pallas.tpu_rows import SUBLANES, Loads, Stores, begin_step, first_tokens, put_singles, start_slots
+from kernels_pallas.tpu_rows import SUBLANES, Loads, Stores, begin_step, first_tokens, in_hbm, put_singles, start_slots
 
 LANES = 128
 GROUP = 16  # tokens of one turn of the loop: the rows of a bfloat16 tile
@@ -133,7 +133,7 @@ def _step(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=target.simulate or False,
-    )(singles.table(), dt[:, None], (dt * xf)[:, None], B[:, None], C[:, None], A, state)
+    )(singles.table(), dt[:, None], (dt * xf)[:, None], B[:, None], C[:, None], A, in_hbm(state))
     done = jnp.zeros(S, bool).at[singles.seq].set(jnp.arange(S) < singles.count)
     return jnp.where(done[:, None], y[:, 0] + D * xf, 0).astype(x.dtype), state
 
@@ -240,7 +240,7 @@ def _chunks(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=56 * 1024 * 1024
         ),
         interpret=target.simulate or False,
-    )(pieces.table(), x, dt, B, C, A, D[None], state)
+    )(pieces.table(), x, dt, B, C, A, D[None], in_hbm(state))
     return y[:T], state
 
 

@@ -15,7 +15,7 @@ from kernels_pallas.spans import Spans
 from kernels_pallas.ssd.chunk import token_decay
 from kernels_pallas.target import Target
 from kernels_pallas.tpu_decays import LARGEST, log_decay_parts
-from kernels_pallas.tpu_rows import SUBLANES, Loads, Stores, begin_step, first_tokens, put_singles, start_slots
+from kernels_pallas.tpu_rows import SUBLANES, Loads, Stores, begin_step, first_tokens, in_hbm, put_singles, start_slots
 
 LANES = 128
 
@@ -127,7 +127,7 @@ def _step(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=target.simulate or False,
-    )(singles.table(), xdt, decay, B, C, state)
+    )(singles.table(), xdt, decay, B, C, in_hbm(state))
     y = y.reshape(S, H, P) + D[:, None] * xf
     done = jnp.zeros(S, bool).at[singles.seq].set(jnp.arange(S) < singles.count)
     return jnp.where(done[:, None, None], y, 0).astype(x.dtype), state
@@ -262,7 +262,7 @@ def _chunks(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=64 * 1024 * 1024
         ),
         interpret=target.simulate or False,
-    )(pieces.table(), x, dt, A[None], B, C, jnp.repeat(D, P)[None], state)
+    )(pieces.table(), x, dt, A[None], B, C, jnp.repeat(D, P)[None], in_hbm(state))
     return y[:T].reshape(T, H, P), state
 
 
