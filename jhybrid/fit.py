@@ -28,9 +28,10 @@ from jhybrid.slices import Slice
 from jhybrid.startup import Startup
 from jhybrid.weights.fingerprint import hashing
 from jhybrid.weights.load import choose_max_model_len, held_params, make_programs, mesh_of, read_model, shared_out
+from kernels_pallas.chips import chip_of
 from kernels_pallas.deviceless import devices_of
 from kernels_pallas.gpus import Gpu
-from kernels_pallas.program_text import kernels_in, whole_copies
+from kernels_pallas.program_text import cycles, kernels_in, whole_copies
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Fit:
                 raise OutOfMemoryError(f"the compiler for {self.site.name} refuses a step: {error}") from error
         self.compiled, memory = programs, programs.memory
         caches = {local_shape(leaf) for leaf in jax.tree.leaves(programs.abstract_cache(memory))}
-        steps = []
+        chip, steps = chip_of(self.site.kind), []
         for bucket, program in programs.steps.items():
             analysis, text = program.memory_analysis(), program.as_text()
             steps.append(
@@ -152,6 +153,10 @@ class Fit:
                     "kernels": kernels_in(text),
                 }
             )
+            if chip is not None:
+                spent = cycles(text, chip)
+                at_least = (spent.least + spent.kernels) / chip.clock
+                steps[-1] |= {"cycles": spent._asdict(), "milliseconds_at_least": round(1e3 * at_least, 3)}
         facts = {"site": self.site.name, "num_parameters": self.num_parameters, "dtype": self.dtype}
         kinds = memory.by_kind() | {"available": memory.available}
         sizes = {"num_slots": memory.num_slots, "num_pages": memory.num_pages, "num_snapshots": memory.num_snapshots}

@@ -8,7 +8,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jhybrid.config import EngineConfig
-from jhybrid.inspection import inspect_model, print_inspection
+from jhybrid.inspection import inspect_model, print_fit, print_inspection
 from jhybrid.models import FAMILIES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -71,3 +71,23 @@ def _size(shape: list[int]) -> int:
     for n in shape:
         size *= n
     return size
+
+
+@pytest.mark.parametrize("chip", ["v6e", None])
+def test_a_fit_shows_the_cycles_of_each_step_where_they_are_known(chip: str | None):
+    step = {
+        "bucket": "decode[T=4,S=4]",
+        "scratch": 1000,
+        "updated_in_place": 2000,
+        "seconds": 3.2,
+        "kernels": {"ssd": 6},
+    }
+    if chip is not None:
+        cycles = {"least": 12345, "most": 67890, "kernels": 1111}
+        step |= {"cycles": cycles, "milliseconds_at_least": 0.0077}
+    fit = {"site": "v6e:1x1", "steps": [step], "memory": {"weights": 9}, "fits": {"sequences": 4, "tokens": 64}}
+    console = Console(width=200, record=True)
+    print_fit(fit, console)
+    shown = console.export_text()
+    assert "6 ssd" in shown
+    assert ("12,345 to 67,890" in shown, "1,111" in shown, "0.01" in shown) == (chip is not None,) * 3
