@@ -32,7 +32,7 @@ SOME := $(addprefix tests/kernels_pallas/test_tpu_compiles.py::test_compiles_in_
 
 some-compiles: $(STAMP)  ## a few of the two targets around this one, as CI has them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tpu,gpu-compile]'
-	$(BIN)/python -m pytest $(foreach test,$(SOME),'$(test)')
+	$(BIN)/python -m pytest -n 2 $(foreach test,$(SOME),'$(test)')
 
 test-long: $(STAMP)  ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
