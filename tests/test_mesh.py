@@ -18,6 +18,7 @@ from tests.conftest import GOLDEN
 
 HERE = Path(__file__).parent
 SHARDS = {  # of heads 6 (2 of K and V, 2 groups), 3 or 4; experts 6 or 8; channels 96 or 48
+    "bailing_hybrid": (2, 3),
     "bamba": (3,),
     "falcon_h1": (2, 6),
     "falcon_h1_norm": (6,),

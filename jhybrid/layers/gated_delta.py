@@ -37,7 +37,9 @@ class GatedDeltaSpec:
     v_dim: int  # dv
     conv_kernel: int  # K
     norm_eps: float
-    bottleneck: int | None = None  # through which a decay per channel and the gate are computed; None: per head, direct
+    channel_decay: bool = False  # a decay of each channel of a head's keys instead of one per head
+    bottleneck: int | None = None  # through which decays and the gate are computed; None: directly
+    least_log_decay: float | None = None  # decays approach its exponential, by a sigmoid; None: 0, by a softplus
     gate_activation: str = "silu"
     beta_scale: float = 1.0  # 2 lets the state's eigenvalues be negative
 
@@ -49,7 +51,7 @@ class GatedDeltaSpec:
     @property
     def decay_size(self) -> int:
         """Decays of a token: H, or H * dk."""
-        return self.num_v_heads * (1 if self.bottleneck is None else self.k_dim)
+        return self.num_v_heads * (self.k_dim if self.channel_decay else 1)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -97,8 +99,8 @@ class GatedDeltaSpec:
 
 class GatedDelta(nn.Module):
     """Parameters: `in_proj` (rows q | k | v | gate), `control_proj` (rows beta | decay), `conv_weight` [D, K], `A_log`
-    [H] and `dt_bias` [H] or [H dk], both float32, `norm` [dv], `out_proj`; with a bottleneck also `decay_proj` and
-    `gate_proj`, out of it. Cache parts: `conv` and `delta`.
+    [H] and `dt_bias` [H] or, with decays per channel, [H dk], both float32, `norm` [dv], `out_proj`; with a bottleneck
+    also `decay_proj` and `gate_proj`, out of it. Cache parts: `conv` and `delta`.
     """
 
     spec: GatedDeltaSpec
@@ -149,15 +151,19 @@ class GatedDelta(nn.Module):
         return qkv, cache.put(self.layer_id, "conv", window)
 
     def _log_decay(self, decay: Array) -> Array:
-        """[T, H] or [T, H, dk] float32: -exp(A_log) softplus(decay + dt_bias)."""
-        heads, layout = self.spec.num_v_heads, Layout(self.spec.shards)
+        """[T, H] or [T, H, dk] float32: -exp(A_log) softplus(decay + dt_bias), or, with a bound,
+        least_log_decay * sigmoid(exp(A_log) (decay + dt_bias)).
+        """
+        spec, layout = self.spec, Layout(self.spec.shards)
+        heads = spec.num_v_heads
         A = jnp.exp(parameter(self, "A_log", log_of_uniform(1.0, 16.0), (heads,), jnp.float32, layout))
         init = inverse_softplus_of_log_uniform(0.001, 0.1)
-        bias = parameter(self, "dt_bias", init, decay.shape[1:], jnp.float32, layout)
-        dt = jax.nn.softplus(decay.astype(jnp.float32) + bias)
-        if self.spec.bottleneck is None:
-            return -A * dt
-        return -A[:, None] * dt.reshape(-1, heads, self.spec.k_dim)
+        decay = decay.astype(jnp.float32) + parameter(self, "dt_bias", init, decay.shape[1:], jnp.float32, layout)
+        if spec.channel_decay:
+            A, decay = A[:, None], decay.reshape(-1, heads, spec.k_dim)
+        if spec.least_log_decay is not None:
+            return spec.least_log_decay * jax.nn.sigmoid(A * decay)
+        return -A * jax.nn.softplus(decay)
 
     def _update(
         self, qkv: Array, log_decay: Array, beta: Array, cache: AnyCache, spans: Spans

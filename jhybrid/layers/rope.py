@@ -10,10 +10,14 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Rope:
-    """Angular frequency of each rotated pair; pair i is dimensions i and i + len(frequencies) of a head."""
+    """Angular frequency of each rotated pair; pair i is dimensions i and i + len(frequencies) of a head.
+
+    Interleaved, it is 2i and 2i + 1, and comes out as the others: the products of queries and keys are the same.
+    """
 
     frequencies: tuple[float, ...]  # radians per position; twice as many dimensions are rotated, the rest pass
     magnitude: float = 1.0  # factor on the rotated dimensions (YaRN's attention factor)
+    interleaved: bool = False
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """x [T, H, Dh] rotated to positions [T], in x's dtype; the angles are float32."""
@@ -21,8 +25,8 @@ class Rope:
         angles = positions[:, None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)  # [T, pairs]
         cos = (jnp.cos(angles) * self.magnitude)[:, None]  # [T, 1, pairs]
         sin = (jnp.sin(angles) * self.magnitude)[:, None]
-        first = x[..., :pairs].astype(jnp.float32)
-        second = x[..., pairs : 2 * pairs].astype(jnp.float32)
+        turned = x[..., : 2 * pairs].astype(jnp.float32)
+        first, second = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else jnp.split(turned, 2, axis=-1)
         rotated = [first * cos - second * sin, second * cos + first * sin]
         return jnp.concatenate([*(r.astype(x.dtype) for r in rotated), x[..., 2 * pairs :]], axis=-1)
 

@@ -82,6 +82,14 @@ _ALL = (
         kimi_linear.weight_names,
     ),
     Family(
+        "BailingHybridForCausalLM",
+        "bailing_hybrid",
+        kimi_linear.LingHybridConfig,
+        kimi_linear.decoder,
+        kimi_linear.ling_weight_names,
+        left_alone=kimi_linear.ling_left_alone,
+    ),
+    Family(
         "OlmoHybridForCausalLM",
         "olmo_hybrid",
         olmo_hybrid.OlmoHybridConfig,

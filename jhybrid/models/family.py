@@ -1,6 +1,6 @@
 """Family: a model's config reader, its module and the places of its weights, as the rest of the engine sees them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,7 @@ class Family:
     module: Callable[..., nn.Module]
     weight_names: Callable[[Any], list[TensorName]]
     also: tuple[str, ...] = ()  # the architecture and model_type of the same model beside a vision tower
+    left_alone: Callable[[Any], Sequence[str]] = lambda config: ()  # regular expressions of tensors that are not served
 
 
 def abstract_params(module: nn.Module) -> dict[str, Any]:

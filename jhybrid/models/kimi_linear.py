@@ -1,10 +1,11 @@
-"""Kimi Linear: Kimi Delta Attention or latent attention, then an MLP or experts; no positions anywhere.
+"""Kimi Linear and Ling 3 (`bailing_hybrid`): Kimi Delta Attention or latent attention, then an MLP or experts.
 
-Source: Kimi Team 2025, "Kimi Linear"; numbers as in transformers 5.24 (`kimi_linear`).
+Kimi Linear has no positions anywhere; Ling 3's latent attention has. Source: Kimi Team 2025, "Kimi Linear"; numbers as
+in transformers 5.24.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from jhybrid.layers.decoder import Decoder
 from jhybrid.layers.gated_delta import GatedDelta, GatedDeltaSpec, gated_delta_names
 from jhybrid.layers.latent_attention import LatentAttention, LatentAttentionSpec, latent_attention_names
 from jhybrid.layers.linear import out_std
-from jhybrid.layers.mlp import Mlp, gated_mlp_names
+from jhybrid.layers.mlp import GATE_UP_DOWN, Mlp, gated_mlp_names
 from jhybrid.layers.moe import Experts, ExpertsSpec, SigmoidRouter, gated_expert_names
 from jhybrid.layers.norm import RMSNorm
+from jhybrid.layers.rope import Rope, plain_frequencies
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_delta_layer_kinds
@@ -33,8 +35,17 @@ PROJECTIONS = {
     "b_proj": ("beta",),
     "f_a_proj": ("decay",),
 }
+LING_PROJECTIONS = {
+    "q_proj": ("q",),
+    "k_proj": ("k",),
+    "v_proj": ("v",),
+    "g_proj": ("gate",),
+    "b_proj": ("beta",),
+    "f_proj": ("decay",),
+}
 CONVOLUTIONS = {"q_conv1d": ("q",), "k_conv1d": ("k",), "v_conv1d": ("v",)}
 RENAMED = {"norm": "o_norm", "out_proj": "o_proj", "gate_proj": "g_b_proj", "decay_proj": "f_b_proj"}
+LING_RENAMED = {"norm": "o_norm", "out_proj": "dense", "o_proj": "dense", "gate_proj": "g_proj"}
 
 
 @dataclass(frozen=True)
@@ -74,21 +85,33 @@ class KimiLinearConfig:
     def from_hf(cls, raw: dict[str, Any]) -> "KimiLinearConfig":
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
-        hidden, eps, layers = hf.integer("hidden_size"), hf.number("rms_norm_eps"), hf.integer("num_hidden_layers")
-        activation = hf.activation("hidden_act")
+        hf.one_of("mla_use_nope", True, default=True)
+        return cls._read(hf, _layer_kinds(hf), _delta_spec(hf), _attention_spec(hf), _moe_spec(hf, groups=1))
+
+    @classmethod
+    def _read(
+        cls,
+        hf: HfConfig,
+        layer_kinds: tuple[str, ...],
+        delta: GatedDeltaSpec,
+        attention: LatentAttentionSpec,
+        moe: MoeSpec,
+        **more: Any,
+    ) -> Self:
         return cls(
             vocab_size=hf.integer("vocab_size"),
-            hidden_size=hidden,
-            layer_kinds=_layer_kinds(hf, layers),
-            delta=_delta_spec(hf, hidden, eps),
-            attention=_attention_spec(hf, hidden),
-            sparse_layers=_sparse_layers(hf, layers),
-            moe=_moe_spec(hf, hidden, activation),
+            hidden_size=hf.integer("hidden_size"),
+            layer_kinds=layer_kinds,
+            delta=delta,
+            attention=attention,
+            sparse_layers=_sparse_layers(hf),
+            moe=moe,
             intermediate_size=hf.integer("intermediate_size"),
-            activation=activation,
-            norm_eps=eps,
+            activation=hf.activation("hidden_act"),
+            norm_eps=hf.number("rms_norm_eps"),
             max_position_embeddings=hf.integer("model_max_length", "max_position_embeddings"),
             tie_word_embeddings=hf.flag("tie_word_embeddings", default=False),
+            **more,
         )
 
     def layer_parts(
@@ -100,6 +123,24 @@ class KimiLinearConfig:
             "attention": self.attention.parts(page_size, kv_dtype),
         }
         return [parts[kind] for kind in self.layer_kinds]
+
+
+@dataclass(frozen=True)
+class LingHybridConfig(KimiLinearConfig):
+    """What a hybrid Ling 3 is."""
+
+    num_draft_layers: int  # behind the others in a checkpoint; not served
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any]) -> "LingHybridConfig":
+        """Read a config.json. Raises ConfigError as its parent."""
+        hf = HfConfig(raw)
+        heads = hf.integer("num_attention_heads")
+        hf.one_of("num_key_value_heads", heads, default=heads)
+        attention = replace(_attention_spec(hf), rope=_rope(hf), head_gated=True)
+        draft = hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0)
+        specs = _ling_layer_kinds(hf), _ling_delta_spec(hf), attention, _moe_spec(hf, groups=None)
+        return cls._read(hf, *specs, num_draft_layers=draft)
 
 
 class Moe(nn.Module):
@@ -154,38 +195,72 @@ def weight_names(config: KimiLinearConfig) -> list[TensorName]:
     """Where each tensor of a checkpoint goes. The MLP of a layer without experts is `mlp` on the hub; transformers 5.24
     writes it as `block_sparse_moe`.
     """
+    tensors = {"projections": PROJECTIONS, "convolutions": CONVOLUTIONS, "renamed": RENAMED}
     names = vocabulary_names(("model.embed_tokens.weight",), ("vocabulary",), tied=config.tie_word_embeddings)
     for i, kind in enumerate(config.layer_kinds):
         hub, path = f"model.layers.{i}", (f"layers_{i}",)
-        names.append(TensorName((f"{hub}.input_layernorm.weight",), (*path, "input_norm", "weight")))
-        names.append(TensorName((f"{hub}.post_attention_layernorm.weight",), (*path, "feed_forward_norm", "weight")))
-        mixer = (*path, "mixer")
+        names += _norm_names(hub, path)
         if kind == "delta":
-            tensors = {"projections": PROJECTIONS, "convolutions": CONVOLUTIONS, "renamed": RENAMED}
-            names += gated_delta_names((f"{hub}.self_attn",), mixer, config.delta, **tensors)
+            names += gated_delta_names((f"{hub}.self_attn",), (*path, "mixer"), config.delta, **tensors)
         else:
-            names += latent_attention_names(f"{hub}.self_attn", mixer, config.attention)
+            names += latent_attention_names(f"{hub}.self_attn", (*path, "mixer"), config.attention)
         feed_forward = (*path, "feed_forward")
         if config.sparse_layers[i]:
-            names += _moe_names(f"{hub}.block_sparse_moe", feed_forward, config.moe)
+            moe = f"{hub}.block_sparse_moe"
+            names += _moe_names(moe, feed_forward, config.moe, "e_score_correction_bias", ("w1", "w3", "w2"))
         else:
             spelled = (f"{hub}.block_sparse_moe", f"{hub}.mlp")
             names += gated_mlp_names(spelled, feed_forward, config.intermediate_size, bias=False)
     return [*names, TensorName(("model.norm.weight",), ("final_norm", "weight"))]
 
 
-def _moe_names(hub: str, path: tuple[str, ...], moe: MoeSpec) -> list[TensorName]:
+def ling_weight_names(config: LingHybridConfig) -> list[TensorName]:
+    """Where each tensor of a checkpoint goes."""
+    tensors = {"projections": LING_PROJECTIONS, "convolutions": CONVOLUTIONS, "renamed": LING_RENAMED}
+    names = vocabulary_names(("model.word_embeddings.weight",), ("vocabulary",), tied=config.tie_word_embeddings)
+    for i, kind in enumerate(config.layer_kinds):
+        hub, path = f"model.layers.{i}", (f"layers_{i}",)
+        names += _norm_names(hub, path)
+        if kind == "delta":
+            mixer = gated_delta_names((f"{hub}.attention",), (*path, "mixer"), config.delta, **tensors)
+        else:
+            mixer = latent_attention_names(f"{hub}.attention", (*path, "mixer"), config.attention, LING_RENAMED)
+        dense, other = f"{hub}.attention.dense.weight", f"{hub}.attention.o_proj.weight"
+        names += [replace(name, names=(dense, other)) if name.names == (dense,) else name for name in mixer]
+        mlp, feed_forward = f"{hub}.mlp", (*path, "feed_forward")
+        if config.sparse_layers[i]:
+            names += _moe_names(mlp, feed_forward, config.moe, "expert_bias", GATE_UP_DOWN)
+        else:
+            names += gated_mlp_names((mlp,), feed_forward, config.intermediate_size, bias=False)
+    return [*names, TensorName(("model.norm.weight",), ("final_norm", "weight"))]
+
+
+def ling_left_alone(config: LingHybridConfig) -> list[str]:
+    """Tensors of the draft layers, which are numbered on from the others."""
+    draft = range(config.num_layers, config.num_layers + config.num_draft_layers)
+    return [rf"model\.layers\.{i}\..*" for i in draft]
+
+
+def _norm_names(hub: str, path: tuple[str, ...]) -> list[TensorName]:
+    norms = {"input_layernorm": "input_norm", "post_attention_layernorm": "feed_forward_norm"}
+    return [TensorName((f"{hub}.{tensor}.weight",), (*path, norm, "weight")) for tensor, norm in norms.items()]
+
+
+def _moe_names(
+    hub: str, path: tuple[str, ...], moe: MoeSpec, bias: str, spelled: tuple[str, str, str]
+) -> list[TensorName]:
     names = [
         TensorName((f"{hub}.gate.weight",), (*path, "router", "weight")),
-        TensorName((f"{hub}.gate.e_score_correction_bias",), (*path, "router", "correction_bias")),
+        TensorName((f"{hub}.gate.{bias}",), (*path, "router", "correction_bias")),
     ]
-    names += gated_expert_names((f"{hub}.experts",), (*path, "experts"), moe.experts, ("w1", "w3", "w2"))
+    names += gated_expert_names((f"{hub}.experts",), (*path, "experts"), moe.experts, spelled)
     shared = (*path, "shared_experts")
     return names + gated_mlp_names((f"{hub}.shared_experts",), shared, moe.shared_intermediate_size, bias=False)
 
 
-def _layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
+def _layer_kinds(hf: HfConfig) -> tuple[str, ...]:
     """From the layers numbered from 1 under `linear_attn_config`, or from `layer_types`."""
+    layers = hf.integer("num_hidden_layers")
     if hf.has("layer_types"):
         return read_delta_layer_kinds(hf, layers)
     nested = hf.section("linear_attn_config")
@@ -198,8 +273,18 @@ def _layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
     return tuple("delta" if i in delta else "attention" for i in range(1, layers + 1))
 
 
-def _sparse_layers(hf: HfConfig, layers: int) -> tuple[bool, ...]:
+def _ling_layer_kinds(hf: HfConfig) -> tuple[str, ...]:
+    """From `layer_types`, else the last of every `layer_group_size` layers is attention."""
+    layers = hf.integer("num_hidden_layers")
+    if hf.has("layer_types"):
+        return read_delta_layer_kinds(hf, layers)
+    size = hf.integer("layer_group_size")
+    return tuple("delta" if (i + 1) % size else "attention" for i in range(layers))
+
+
+def _sparse_layers(hf: HfConfig) -> tuple[bool, ...]:
     """From `mlp_layer_types`, or all but the first `first_k_dense_replace`."""
+    layers = hf.integer("num_hidden_layers")
     hf.one_of("moe_layer_freq", 1, default=1)
     if not hf.has("mlp_layer_types"):
         dense = hf.integer("first_k_dense_replace", least=0)
@@ -211,8 +296,7 @@ def _sparse_layers(hf: HfConfig, layers: int) -> tuple[bool, ...]:
     return tuple(kind == "sparse" for kind in kinds)
 
 
-def _delta_spec(hf: HfConfig, hidden: int, eps: float) -> GatedDeltaSpec:
-    hf.one_of("hidden_act", "silu")  # it is also the activation after the convolution
+def _delta_spec(hf: HfConfig) -> GatedDeltaSpec:
     nested = hf.section("linear_attn_config")
     heads, head_dim, taps = (
         nested.integer(there, least=least) if nested.has(there) else hf.integer(here, least=least)
@@ -222,25 +306,52 @@ def _delta_spec(hf: HfConfig, hidden: int, eps: float) -> GatedDeltaSpec:
             ("short_conv_kernel_size", "linear_conv_kernel_dim", 2),
         )
     )
+    return _kimi_delta(hf, heads, head_dim, taps, bottleneck=head_dim)
+
+
+def _ling_delta_spec(hf: HfConfig) -> GatedDeltaSpec:
+    """transformers writes the width of a shared key as `head_dim`, and what that was as `linear_head_dim`."""
+    heads = hf.integer("linear_num_heads" if hf.has("linear_num_heads") else "num_attention_heads")
+    head_dim = hf.integer("linear_head_dim" if hf.has("linear_head_dim") else "head_dim")
+    taps = hf.integer("short_conv_kernel_size", "linear_conv_kernel_dim", least=2)
+    hf.one_of("kda_safe_gate", True, default=True)
+    least = hf.number("kda_lower_bound", default=-5.0)
+    if least >= 0:
+        raise ConfigError("kda_lower_bound", f"must be below 0: it is the logarithm of the fastest decay, got {least}")
+    return _kimi_delta(hf, heads, head_dim, taps, least_log_decay=least)
+
+
+def _kimi_delta(hf: HfConfig, heads: int, head_dim: int, taps: int, **more: Any) -> GatedDeltaSpec:
+    hf.one_of("hidden_act", "silu")  # it is also the activation after the convolution
     return GatedDeltaSpec(
-        hidden_size=hidden,
+        hidden_size=hf.integer("hidden_size"),
         num_k_heads=heads,
         num_v_heads=heads,
         k_dim=head_dim,
         v_dim=head_dim,
         conv_kernel=taps,
-        norm_eps=eps,
-        bottleneck=head_dim,
+        norm_eps=hf.number("rms_norm_eps"),
+        channel_decay=True,
         gate_activation="sigmoid",
+        **more,
     )
 
 
-def _attention_spec(hf: HfConfig, hidden: int) -> LatentAttentionSpec:
+def _rope(hf: HfConfig) -> Rope:
+    """Of all of the shared key: a `partial_rotary_factor` means nothing here, as in transformers."""
+    nested = hf.section("rope_parameters")
+    nested.one_of("rope_type", "default", default="default")
+    hf.one_of("rope_scaling", None)
+    theta = (nested if nested.has("rope_theta") else hf).number("rope_theta")
+    frequencies = plain_frequencies(theta, hf.multiple("qk_rope_head_dim", of=("2 dimensions of a pair", 2)))
+    return Rope(tuple(frequencies.tolist()), interleaved=True)
+
+
+def _attention_spec(hf: HfConfig) -> LatentAttentionSpec:
     hf.one_of("q_lora_rank", None)
-    hf.one_of("mla_use_nope", True, default=True)
     hf.one_of("attention_bias", False, default=False)
     return LatentAttentionSpec(
-        hidden_size=hidden,
+        hidden_size=hf.integer("hidden_size"),
         num_heads=hf.integer("num_attention_heads"),
         latent_size=hf.integer("kv_lora_rank"),
         own_key_dim=hf.integer("qk_nope_head_dim"),
@@ -249,19 +360,20 @@ def _attention_spec(hf: HfConfig, hidden: int) -> LatentAttentionSpec:
     )
 
 
-def _moe_spec(hf: HfConfig, hidden: int, activation: str) -> MoeSpec:
+def _moe_spec(hf: HfConfig, groups: int | None) -> MoeSpec:
+    """`groups` of experts and of the best of them where a config does not say; None: it must."""
     hf.one_of("moe_router_activation_func", "sigmoid", default="sigmoid")
-    groups = hf.integer("num_expert_group", "n_group", default=1)
-    top_groups = hf.integer("topk_group", default=1, most=groups)
-    count = hf.multiple("num_experts", of=("num_expert_group", groups))
-    if groups > 1 and count // groups < 2:
-        raise ConfigError("num_expert_group", f"{groups} groups of {count} experts: a group needs two to be ranked")
+    num_groups = hf.integer("num_expert_group", "n_group", default=groups)
+    top_groups = hf.integer("topk_group", default=groups, most=num_groups)
+    count = hf.multiple("num_experts", "num_local_experts", of=("num_expert_group", num_groups))
+    if num_groups > 1 and count // num_groups < 2:
+        raise ConfigError("num_expert_group", f"{num_groups} groups of {count} experts: a group needs two to be ranked")
     width = hf.integer("moe_intermediate_size")
-    top_k = hf.integer("num_experts_per_token", "num_experts_per_tok", most=top_groups * (count // groups))
+    top_k = hf.integer("num_experts_per_token", "num_experts_per_tok", most=top_groups * (count // num_groups))
     return MoeSpec(
-        experts=ExpertsSpec(count, top_k, hidden, width, activation, gated=True),
+        experts=ExpertsSpec(count, top_k, hf.integer("hidden_size"), width, hf.activation("hidden_act"), gated=True),
         shared_intermediate_size=width * hf.integer("num_shared_experts", "n_shared_experts"),
-        num_groups=groups,
+        num_groups=num_groups,
         top_groups=top_groups,
         normalise=hf.flag("moe_renormalize", "norm_topk_prob"),
         scaling=hf.number("routed_scaling_factor"),

@@ -240,11 +240,12 @@ def load_params(
         return params if quantise is None else _placed(rounded_params(params, quantisable, quantise), shapes)
     if is_orbax(directory):
         return load_orbax(directory, shapes, quantisable=quantisable, quantise=quantise, layouts=layouts)
-    names = family_for(model_config).weight_names(model_config)
+    family = family_for(model_config)
+    names, ignored = family.weight_names(model_config), (*IGNORED, *family.left_alone(model_config))
     of = {"scheme": scheme, "quantisable": quantisable, "quantise": quantise, "layouts": layouts}
     if model_config.tie_word_embeddings:
         of["copies"] = {TIED_HEAD: next(name.names for name in names if name.path[-1] == "embedding")}
-    params = load_safetensors(directory, shapes, names, ignored=IGNORED, **of)
+    params = load_safetensors(directory, shapes, names, ignored=ignored, **of)
     if config.kv_cache_dtype != "fp8":
         return params
     scaled = with_cache_scales(directory, params, names)

@@ -312,6 +312,34 @@ MODELS: dict[str, dict] = {
         "bos_token_id": None,
         "eos_token_id": None,
     },
+    "bailing_hybrid": {
+        "model_type": "bailing_hybrid",
+        "vocab_size": 263,
+        "hidden_size": 48,
+        "num_hidden_layers": 5,
+        "layer_group_size": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "rope_theta": 30000.0,
+        "kda_lower_bound": -3.0,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 3e-6,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
     "jamba": {
         "model_type": "jamba",
         "vocab_size": 263,
@@ -461,6 +489,10 @@ def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tens
         return torch.rand(shape, generator=generator) * (high - low) + low
 
     leaf = name.rsplit(".", 1)[-1]
+    if name.endswith("forget_gate.A_log"):  # bailing_hybrid: decays are exp(lower bound * sigmoid(A (x + bias)))
+        return uniform(1.0, 1.5).log()
+    if name.endswith("forget_gate.dt_bias"):
+        return uniform(-8.0, -5.5)
     if leaf == "A_log":
         return uniform(0.004, 0.02).log()
     if leaf == "dt_bias" or name.endswith("dt_proj.bias"):
@@ -502,7 +534,7 @@ def step_sizes(mixer: torch.nn.Module) -> tuple[torch.nn.Linear, slice | torch.T
     if hasattr(mixer, "in_proj_ba"):  # [b, a] of each key head in turn
         rows = torch.arange(2 * mixer.num_v_heads).view(mixer.num_k_heads, 2, -1)[:, 1].flatten()
         return mixer.in_proj_ba, rows
-    for name in ("in_proj_a", "a_proj", "f_b_proj"):
+    for name in ("in_proj_a", "a_proj", "f_b_proj", "f_proj"):
         if hasattr(mixer, name):
             return getattr(mixer, name), slice(None)
     return mixer.in_proj, slice(-mixer.num_heads, None)
@@ -558,9 +590,13 @@ def decays(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
     def hook(mixer: torch.nn.Module):
         def record(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
             dt = (output * getattr(mixer, "mup_vector", 1.0))[..., rows]
-            dt = torch.nn.functional.softplus(dt + mixer.dt_bias)
             A = mixer.A_log.exp().view(-1, 1)
-            seen.append(torch.exp(-dt.view(*dt.shape[:-1], len(A), -1) * A).flatten())
+            by_head = (dt + mixer.dt_bias).view(*dt.shape[:-1], len(A), -1)
+            if getattr(mixer, "safe_gate", False):
+                log_decay = mixer.lower_bound * torch.sigmoid(A * by_head)
+            else:
+                log_decay = -A * torch.nn.functional.softplus(by_head)
+            seen.append(log_decay.exp().flatten())
 
         def record_mamba1(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
             step = output[..., : mixer.time_step_rank]

@@ -17,7 +17,8 @@ SPEC = GatedDeltaSpec(
 
 @pytest.mark.parametrize("bottleneck", [None, 6])
 def test_initialisation(bottleneck: int | None):
-    spec = GatedDeltaSpec(8, 64, 64, 4, 4, 4, 1e-6, bottleneck=bottleneck)
+    by_channel = bottleneck is not None
+    spec = GatedDeltaSpec(8, 64, 64, 4, 4, 4, 1e-6, channel_decay=by_channel, bottleneck=bottleneck)
     module = GatedDelta(spec, 0, jnp.dtype("bfloat16"))
 
     def init(key):
@@ -25,7 +26,7 @@ def test_initialisation(bottleneck: int | None):
 
     params = jax.jit(init)(jax.random.key(0))
     A, dt = np.exp(params["A_log"]), np.log1p(np.exp(params["dt_bias"]))
-    assert dt.shape == ((64,) if bottleneck is None else (256,))
+    assert dt.shape == ((256,) if by_channel else (64,))
     assert 1 <= A.min() <= A.max() <= 16
     assert 0.00099 < dt.min() < dt.max() < 0.101
     assert params["A_log"].dtype == params["dt_bias"].dtype == params["norm"]["weight"].dtype == jnp.float32

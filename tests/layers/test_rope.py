@@ -23,6 +23,18 @@ def test_rotation_of_complex_pairs(rotated: int):
     np.testing.assert_array_equal(ours[..., rotated:], x[..., rotated:])
 
 
+def test_interleaved_pairs_give_the_same_products():
+    q, k = np.random.default_rng(0).normal(size=(2, 5, 3, 12)).astype(np.float32)
+    positions = jnp.array([0, 1, 7, 300, 5000])
+    frequencies = tuple(plain_frequencies(10000.0, 8).tolist())
+    order = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, 12)]
+    apart, together = Rope(frequencies), Rope(frequencies, interleaved=True)
+    theirs = np.einsum("thd,shd->hts", apart(q[..., order], positions), apart(k[..., order], positions))
+    ours = np.einsum("thd,shd->hts", together(jnp.asarray(q), positions), together(jnp.asarray(k), positions))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert np.abs(ours - np.einsum("thd,shd->hts", apart(q, positions), apart(k, positions))).max() > 0.1
+
+
 PLAIN = [1.0, 0.31622776, 0.1, 0.031622775, 0.01, 0.0031622779, 0.001, 0.00031622779]
 LLAMA3 = [1.0, 0.31622776, 0.042751178, 0.0039528473, 0.00125, 0.00039528473, 0.000125, 3.9528473e-05]
 YARN = [1.0, 0.23717082, 0.05, 0.0079056947, 0.0025, 0.00079056947, 0.00025, 7.9056947e-05]

@@ -48,6 +48,10 @@ NEEDED = {
     "model_max_length linear_num_heads linear_head_dim linear_conv_kernel_dim num_attention_heads kv_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts num_experts_per_token moe_intermediate_size "
     "num_shared_experts moe_renormalize routed_scaling_factor",
+    "bailing_hybrid": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size kv_lora_rank "
+    "model_max_length num_attention_heads qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "num_experts num_experts_per_token moe_intermediate_size num_expert_group topk_group num_shared_experts "
+    "moe_renormalize routed_scaling_factor",
     "jamba": "vocab_size hidden_size rms_norm_eps num_hidden_layers hidden_act intermediate_size num_attention_heads "
     "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset num_experts num_experts_per_tok "
     "mamba_expand mamba_d_state mamba_dt_rank mamba_d_conv mamba_conv_bias mamba_proj_bias max_position_embeddings",
@@ -115,6 +119,9 @@ def test_parts_of_every_layer(name: str):
         assert shapes["delta"] == ("slot", (6, 16, 12), "float32")
     if name == "kimi_linear":
         assert shapes["kv"] == ("page", (8, 20 + 4), "bfloat16")
+    if name == "bailing_hybrid":
+        assert shapes["kv"] == ("page", (8, 20 + 8), "bfloat16")
+        assert shapes["delta"] == ("slot", (3, 16, 16), "float32")
     if name == "lfm2":
         assert shapes["conv"] == ("slot", (3, 48), "bfloat16")
     if name == "lfm3":
@@ -225,6 +232,32 @@ def test_kimi_as_published():
         read(published)
 
 
+def test_ling_as_published():
+    """transformers spells keys as Kimi's, and writes the width of the rotated key over `head_dim`."""
+    raw = raw_of("bailing_hybrid")
+    spelled = {
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+        "num_nextn_predict_layers": "num_mtp_layers",
+    }
+    derived = ("rope_parameters", "layer_types", "mlp_layer_types", "qk_head_dim")
+    published = {spelled.get(k, k): v for k, v in raw.items() if not k.startswith("linear_") and k not in derived}
+    published |= {"head_dim": 16, "partial_rotary_factor": 0.5}
+    config = read(raw)
+    assert read(published) == config
+    assert config.layer_kinds == ("delta", "attention", "delta", "attention", "delta")
+    assert config.sparse_layers == (False, False, True, True, True)
+    assert config.delta.least_log_decay == -3.0
+    written = raw | {"rope_parameters": raw["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+    assert read(written) == config
+    for key in ("head_dim", "layer_group_size", "first_k_dense_replace"):
+        with pytest.raises(ConfigError, match=rf"^{key}: .*lacks this key"):
+            read({k: v for k, v in published.items() if k != key})
+
+
 def test_automatic_and_given_sizes_of_mamba_agree():
     raw = raw_of("mamba")
     config = read(raw | {"time_step_rank": 3})  # ceil(48 / 16)
@@ -303,6 +336,12 @@ REFUSED = [
     ("kimi_linear", {"mlp_layer_types": ["dense"] * 3 + ["none"]}, "mlp_layer_types: must be `dense` or `sparse`"),
     ("kimi_linear", {"num_experts_per_token": 5}, "num_experts_per_token: must be between 1 and 4"),
     ("kimi_linear", {"num_expert_group": 8}, "num_expert_group: 8 groups of 8 experts"),
+    ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound: must be below 0"),
+    ("bailing_hybrid", {"kda_safe_gate": False}, "kda_safe_gate: False is not implemented"),
+    ("bailing_hybrid", {"num_key_value_heads": 1}, "num_key_value_heads: 1 is not implemented"),
+    ("bailing_hybrid", {"q_lora_rank": 8}, "q_lora_rank: 8 is not implemented"),
+    ("bailing_hybrid", {"qk_rope_head_dim": 7}, "qk_rope_head_dim: 7 is not a multiple of"),
+    ("bailing_hybrid", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type: 'yarn'"),
     ("zamba2", {"use_long_context": True}, "use_long_context: True is not implemented"),
     ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads: 2 is not implemented"),
     ("zamba2", {"layers_block_type": ["hybrid"]}, "layers_block_type: names 1 layers, but num_hidden_layers is 6"),

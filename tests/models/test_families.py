@@ -16,7 +16,7 @@ from kernels_pallas.spans import dense_spans
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/goldens.npz"))
-VARIANTS = ("falcon_h1_norm", "lfm2", "lfm3_plain", "zamba2_rope")  # of models that others show; in the long run only
+VARIANTS = ("falcon_h1_norm", "lfm2", "lfm3_plain", "qwen3_5", "zamba2_rope")  # shown by others; in the long run only
 ATOL = 1e-4
 
 
