@@ -30,6 +30,8 @@ class Spec:
     """Rows of one layer in the cache array, scratch (the last) included; None: the array is one layer."""
     tpu: bool = False
     """Whether the TPU kernel takes these shapes; it is run on such cases alone, since its simulator is slow."""
+    chip: str = "v5e"
+    """That it is made for."""
     slow: bool = False
     """Left to the long run of the tests."""
 

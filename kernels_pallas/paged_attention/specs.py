@@ -29,6 +29,7 @@ def _paged(
     atol: float = 1e-5,
     values: bool = True,
     tpu: bool = False,
+    chip: str = "v5e",
     slow: bool = False,
     **options: Any,
 ) -> Spec:
@@ -76,7 +77,7 @@ def _paged(
         pages = to_words(pages, jnp.dtype(held_as or dtype))
         return (q, k, v if values else None, pages, spans), {"scale": dim**-0.5, "base": base, **options}
 
-    return Spec(name, build, atol, rows=num_pages + 1, tpu=tpu, slow=slow)
+    return Spec(name, build, atol, rows=num_pages + 1, tpu=tpu, chip=chip, slow=slow)
 
 
 def _dense(name: str, num_seqs: int, length: int, heads: tuple[int, int, int], **options: Any) -> Spec:
@@ -101,6 +102,7 @@ _TPU_MIXED: dict[str, Any] = {
 _TPU_128: dict[str, Any] = {"heads": (12, 2, 128), "page": 128}
 _TPU_64: dict[str, Any] = {"heads": (8, 1, 64), "page": 64}
 _SLOW: dict[str, Any] = {"tpu": True, "slow": True}
+_FP8: dict[str, Any] = _SLOW | {"held_as": "uint8"}
 _GPU: dict[str, Any] = {"page": 16, "dtype": "bfloat16", "atol": 3e-2, "slow": True}
 _GPU_32: dict[str, Any] = _GPU | {"page": 32}
 _GPU_64: dict[str, Any] = _GPU | {"page": 64}
@@ -165,8 +167,12 @@ SPECS = [
     _paged("tpu_mixed_head_64_window", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 2, 64)}, sliding_window=70, **_SLOW),
     _paged("tpu_mixed_head_256_cap", *_TPU_LENS, **_TPU_MIXED | {"heads": (4, 4, 256)}, soft_cap=2.0, **_SLOW),
     _paged("tpu_mixed_bfloat16", *_TPU_LENS, **_TPU_MIXED, dtype="bfloat16", atol=3e-2, **_SLOW),
-    _paged("tpu_mixed_fp8", *_TPU_LENS, **_TPU_MIXED | {"page": 32}, held_as="uint8", **_SLOW),
-    _paged("tpu_decode_fp8", [1] * 3, [300, 0, 127], kind="decode", **_TPU_64, held_as="uint8", **_SLOW),
+    _paged("tpu_mixed_fp8", *_TPU_LENS, **_TPU_MIXED | {"page": 32}, **_FP8, chip="v6e"),
+    _paged("tpu_mixed_fp8_bfloat16", *_TPU_LENS, **_TPU_MIXED | {"page": 32}, **_FP8, dtype="bfloat16", atol=3e-2),
+    _paged("tpu_decode_fp8", [1] * 3, [300, 0, 127], kind="decode", **_TPU_64, **_FP8),
+    _paged(
+        "tpu_decode_fp8_window", [1] * 3, [300, 0, 127], kind="decode", sliding_window=20, **_TPU_64, **_FP8, chip="v6e"
+    ),
     _paged("tpu_decode_page_128", [1] * 3, [300, 0, 127], kind="decode", **_TPU_128, **_SLOW),
     _paged("tpu_decode_page_64_window", [1] * 3, [300, 0, 127], kind="decode", sliding_window=20, **_TPU_64, **_SLOW),
     _dense("dense", 3, 17, (6, 2, 8)),

@@ -43,6 +43,7 @@ class Shape:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    even_first: bool  # 8-bit numbers of a block come out with all even tokens before the odd ones
 
     @property
     def block(self) -> int:
@@ -91,6 +92,7 @@ def paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        even_first=pages.dtype == jnp.uint8 and chip.bfloat16_vectors and not chip.fp8,
     )
     rows = base + spans.page_table.reshape(-1)
 
@@ -179,9 +181,24 @@ def _attend(
     )(items, table, queries, in_hbm(pages))
 
 
-def _numbers(held: Array, dtype: jnp.dtype) -> Array:
-    """What was read from pages, for products in `dtype`."""
-    return (lax.bitcast_convert_type(held, EIGHT_BITS) if held.dtype == jnp.uint8 else held).astype(dtype)
+def _numbers(held: Array, even_first: bool) -> Array:
+    """What was read from pages, [block, lanes]; of 8 bits as bfloat16.
+
+    `even_first` is for a chip that computes in bfloat16, two numbers to a word, but does not convert: of words of four
+    tokens, the even ones and the odd ones are made bfloat16 where they lie. What has an exponent of 0 has no leading
+    one; taken with one, a number f should be 2 f - 2^-6, which is less than f for just these. Bits of NaN become 480.
+    """
+    if held.dtype != jnp.uint8:
+        return held
+    if not even_first:
+        return lax.bitcast_convert_type(held, EIGHT_BITS).astype(jnp.bfloat16)
+    words = pltpu.bitcast(held, jnp.int32)  # [block / 4, lanes]
+    parts = []
+    for exponent_and_fraction, sign in ((words << 4, words << 8), (words >> 4, words)):
+        size = pltpu.bitcast((exponent_and_fraction & 0x07F007F0) + (120 << 7 | 120 << 23), jnp.bfloat16)
+        size = jnp.minimum(size, size + size - jnp.bfloat16(2.0**-6))
+        parts.append(pltpu.bitcast(pltpu.bitcast(size, jnp.int32) | (sign & ~0x7FFF7FFF), jnp.bfloat16))
+    return jnp.concatenate(parts)
 
 
 def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arrived, *, shape):
@@ -190,6 +207,12 @@ def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arr
     size, block = A * B, shape.block
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    def token_of(row):
+        """The token of a row of a block's keys and values."""
+        if not shape.even_first:
+            return row
+        return jnp.where(row < block // 2, 2 * row, 2 * row - (block - 1))
 
     def reach(i):
         """Blocks [begin, end) that item i sees, and its last position."""
@@ -240,17 +263,20 @@ def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arr
         def _():
             pages_of(i + 1, reach(i + 1)[0], 1 - parity, lambda copy: copy.start())
 
-        pages_of(i, n, parity, lambda copy: copy.wait())
-        along = n * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
-        down = n * block + lax.broadcasted_iota(jnp.int32, (block, 1), 0)
+        if masked:
+            pages_of(i, n, parity, lambda copy: copy.wait())
+        else:  # for all pages at once: what is waited for is a number of bytes
+            pltpu.make_async_copy(held.at[parity], held.at[parity], arrived.at[parity]).wait()
+        along = n * block + token_of(lax.broadcasted_iota(jnp.int32, (1, block), 1))
+        down = n * block + token_of(lax.broadcasted_iota(jnp.int32, (block, 1), 0))
         oldest = None
         if shape.sliding_window is not None:
             oldest = first + (0 if shape.single else items[1, i]) - shape.sliding_window + 1
 
         def head(h, carry):
             at = pl.multiple_of(h * shape.head, LANES)
-            keys = _numbers(held[parity, :, pl.ds(at, shape.key)], q.dtype)
-            values = _numbers(held[parity, :, pl.ds(at + shape.value, shape.values)], q.dtype)
+            keys = _numbers(held[parity, :, pl.ds(at, shape.key)], shape.even_first).astype(q.dtype)
+            values = _numbers(held[parity, :, pl.ds(at + shape.value, shape.values)], shape.even_first).astype(q.dtype)
             scores = product(q[h].reshape(size, shape.key), keys, (((1,), (1,)), ((), ())))  # [rows, block]
             if shape.soft_cap is None:
                 scores = scores * (shape.scale * math.log2(math.e))

@@ -148,7 +148,7 @@ def test_agrees_with_the_reference(op: str, spec: Spec, name: str) -> None:
     step = _compiled(op, tuple(kwargs), None if cache is None else len(inputs))
     for which in ("reference", name):
         copy = None if cache is None else jnp.array(original)
-        targets = {"tpu": lambda: simulated(moment), "gpu": simulated_gpu}
+        targets = {"tpu": lambda: simulated(moment, spec.chip), "gpu": simulated_gpu}
         where = replace(spans, target=targets[which]()) if which in targets else spans
         call = step if which in targets else functools.partial(_run, step)  # a kernel takes the cases chosen for it
         with races_of() as races:
