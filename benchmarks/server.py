@@ -4,9 +4,9 @@
 
 The demo model in turns, so that each answer of the server has a partner: the engine in this process, and
 `jhybrid serve` with FLAGS in another one, asked from here over gRPC and HTTP. Server and client share the machine's
-cores with the engine, and the client's part is in the figures; how much CPU time each process had per token says whose
-part is how large. What the server itself needs is what it has more than the engine alone. What `--output` has of other
-numbers of streams, measured with the same tokens, repeats and flags, is kept, so that they can be measured one by one.
+cores with the engine, and the client's part is in the figures; how much CPU time each process had per token, and of the
+server's the event loop, says whose part is how large. What `--output` has of other numbers of streams, measured with
+the same tokens, repeats and flags, is kept, so that they can be measured one by one. Needs Linux.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc.aio
-import psutil
 
 from jhybrid import Engine, EngineConfig, Request, SamplingParams
 from jhybrid_server import wire
@@ -88,15 +87,19 @@ async def served(stream: Callable[[int, First], Awaitable[None]], streams: int, 
     return figures(time.perf_counter() - started, list(firsts.values()), streams, tokens)
 
 
-def cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+def cpu_seconds(pid: int, thread: str = "*") -> float:
+    """CPU time of a process, or of one thread of it, as the scheduler counts it: to the nanosecond."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob(f"{thread}/schedstat")) / 1e9
 
 
 async def measure(engine: Engine, address: dict, pid: int, counts: list[int], tokens: int, repeats: int) -> Results:
     """Figures of the engine alone and of both protocols, in turns, by number of streams."""
     port = int(address["http"].rpartition(":")[2])
-    processes = {"client_cpu_us": psutil.Process(), "server_cpu_us": psutil.Process(pid)}
+    clocks: dict[str, Callable[[], float]] = {
+        "client_cpu_us": lambda: cpu_seconds(os.getpid()),
+        "server_cpu_us": lambda: cpu_seconds(pid),
+        "loop_cpu_us": lambda: cpu_seconds(pid, str(pid)),  # the main thread
+    }
     async with grpc.aio.insecure_channel(address["grpc"]) as channel:
 
         async def alone(streams: int) -> Figures:
@@ -115,9 +118,9 @@ async def measure(engine: Engine, address: dict, pid: int, counts: list[int], to
         for streams in counts:
             for turn in range(repeats):
                 for name in (*ways, *ways)[turn % 3 : turn % 3 + 3]:
-                    before = {what: cpu_seconds(process) for what, process in processes.items()}
+                    before = {what: clock() for what, clock in clocks.items()}
                     found = await ways[name](streams)
-                    used = {what: cpu_seconds(processes[what]) - was for what, was in before.items()}
+                    used = {what: clocks[what]() - was for what, was in before.items()}
                     if name == "engine":  # which is in this process
                         used = {"server_cpu_us": used["client_cpu_us"]}
                     per_token = {what: seconds / (streams * tokens) * 1e6 for what, seconds in used.items()}
@@ -131,7 +134,7 @@ def print_table(results: Results) -> None:
     CPU time is in microseconds per token.
     """
     print(f"{'':8}{'streams':>8}{'tokens/s':>10}{'of engine':>10}{'first token ms':>16}{'added ms':>10}", end="")
-    print(f"{'server CPU':>12}{'client CPU':>12}")
+    print(f"{'server CPU':>12}{'its loop':>10}{'client CPU':>12}")
     for name, by_streams in results.items():
         for streams, runs in by_streams.items():
             pairs = list(zip(runs, results["engine"][streams], strict=True))
@@ -139,9 +142,10 @@ def print_table(results: Results) -> None:
             share = statistics.median(run["tokens_per_second"] / own["tokens_per_second"] for run, own in pairs)
             first = statistics.median(run["first_token_ms"] for run in runs)
             added = statistics.median(run["first_token_ms"] - own["first_token_ms"] for run, own in pairs)
-            cpu = [statistics.median(run.get(f"{side}_cpu_us", 0.0) for run in runs) for side in ("server", "client")]
+            sides = ("server", "loop", "client")
+            cpu = [statistics.median(run.get(f"{side}_cpu_us", 0.0) for run in runs) for side in sides]
             print(f"{name:8}{streams:>8}{speed:>10.0f}{share:>10.0%}{first:>16.1f}{added:>10.1f}", end="")
-            print(f"{cpu[0]:>12.0f}{cpu[1]:>12.0f}")
+            print(f"{cpu[0]:>12.0f}{cpu[1]:>10.0f}{cpu[2]:>12.0f}")
 
 
 def main() -> None:

@@ -62,14 +62,14 @@ class Answering:
             async with self._desk.call(self._requests, self._body.model) as call:
                 answers = self._make_answers(call)
                 kind = answers.chunk_kind
-                extra = {"usage": None} if self._body.wants_stream_usage else {}
+                head = encode(self._envelope(kind, [])).removesuffix("]}")
+                tail = '],"usage":null}' if self._body.wants_stream_usage else "]}"
                 await events.start()
-                await events.write(self._envelope(kind, [choice]) | extra for choice in answers.begin())
+                await events.write(f"{head}{encode(choice)}{tail}" for choice in answers.begin())
                 async for number, delta in call.deltas():
-                    choices = answers.chunks(number, delta)
-                    await events.write(self._envelope(kind, [choice]) | extra for choice in choices)
+                    await events.write([f"{head}{encode(choice)}{tail}" for choice in answers.chunks(number, delta)])
                 if self._body.wants_stream_usage:
-                    await events.write([self._envelope(kind, []) | cost(call, answers)])
+                    await events.write([encode(self._envelope(kind, []) | cost(call, answers))])
                 await events.end("[DONE]")
         except Exception as error:  # noqa: BLE001 - every error becomes a response or the stream's last event
             error = renamed(error, self._body)
@@ -100,9 +100,9 @@ class Events:
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def write(self, events: Iterable[dict[str, Any]]) -> None:
-        """Some events in one piece."""
-        data = "".join([f"data: {encode(event)}\n\n" for event in events])
+    async def write(self, events: Iterable[str]) -> None:
+        """Some events, JSON each, in one piece."""
+        data = "".join([f"data: {event}\n\n" for event in events])
         if data:
             await self._send({"type": "http.response.body", "body": data.encode(), "more_body": True})
 

@@ -1,7 +1,7 @@
 """Bridge: between callers in asyncio and the one thread that owns the engine and the device.
 
 The thread takes in what callers posted (requests, aborts, questions), steps the engine, and hands the deltas to the
-callers' event loops. Callers wait on a queue of their own, so a slow one holds up nobody.
+callers' event loops. Callers have a mailbox of their own, so a slow one holds up nobody.
 """
 
 import asyncio
@@ -73,19 +73,42 @@ class ServedEngine(Protocol):
     def close(self) -> None: ...
 
 
-class Stream:
-    """A request while it runs. Its queue belongs to the caller's event loop, the counters to the engine's thread.
+class Mailbox:
+    """What has come for one reader since it last looked. It belongs to the reader's event loop."""
 
-    Requests that were opened together share a queue.
+    __slots__ = ("_items", "_waiter", "loop")
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._items: list[Delta | JhybridError] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: "Delta | JhybridError") -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> "list[Delta | JhybridError]":
+        """Everything, once there is something."""
+        if not self._items:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
+
+
+class Stream:
+    """A request while it runs. Its mailbox belongs to the caller's event loop, the counters to the engine's thread.
+
+    Requests that were opened together share a mailbox.
     """
 
-    def __init__(self, request: Request, queue: "asyncio.Queue[Delta | JhybridError]", grammar: object | None = None):
+    def __init__(self, request: Request, mailbox: Mailbox, grammar: object | None = None):
         """`grammar` is held, so that the engine finds it compiled."""
         assert request.request_id is not None
         self.request, self.grammar = request, grammar
         self.name = request.request_id
-        self.loop = asyncio.get_running_loop()
-        self.queue = queue
+        self.mailbox, self.loop = mailbox, mailbox.loop
         self.unfinished = request.sampling.n
         self.wanted = True
         self._held: dict[int, list[Delta]] = {}  # by answer, what its caller is not told yet
@@ -99,7 +122,9 @@ class Stream:
         held = self._held.get(delta.index)
         if held is None:
             self._held[delta.index] = []
-            return [delta]
+            return (delta,)
+        if interval == 1:
+            return (delta,)
         held.append(delta)
         if delta.finish_reason is None and sum(len(each.token_ids) for each in held) < interval:
             return []
@@ -181,7 +206,7 @@ class Bridge:
         Raises RequestError, QueueFullError, EngineDeadError or NotReadyError. Read `deltas` next, and `abandon` each
         stream whatever happens. A stream's request has its prompt as token ids.
         """
-        engine, queue = self.engine, asyncio.Queue()
+        engine, mailbox = self.engine, Mailbox()
         streams = []
         for request in requests:
             is_long = len(request.prompt or request.prompt_token_ids or ()) > LONG_PROMPT
@@ -189,7 +214,7 @@ class Bridge:
             ids = await asyncio.to_thread(check, request) if is_long else check(request)
             name = request.request_id or uuid.uuid4().hex
             checked = replace(request, prompt=None, prompt_token_ids=ids, request_id=name)
-            streams.append(Stream(checked, queue, await self._grammar(engine, request)))
+            streams.append(Stream(checked, mailbox, await self._grammar(engine, request)))
         answers = sum(stream.unfinished for stream in streams)
         if len(streams) > 1 and answers > engine.max_queue:
             what = f"{len(streams)} of n={streams[0].unfinished} are {answers} answers"
@@ -216,11 +241,9 @@ class Bridge:
         A reader who is behind gets what has gathered meanwhile as one delta for each answer. EngineDeadError if the
         engine's thread dies.
         """
-        left, queue = sum(stream.request.sampling.n for stream in streams), streams[0].queue
+        left, mailbox = sum(stream.request.sampling.n for stream in streams), streams[0].mailbox
         while left:
-            items = [await queue.get()]
-            while not queue.empty():
-                items.append(queue.get_nowait())
+            items = await mailbox.take()
             for delta in _gathered([item for item in items if isinstance(item, Delta)]):
                 left -= delta.finish_reason is not None
                 yield delta
@@ -337,7 +360,7 @@ class Bridge:
             engine.abort(stream.name)
 
     def _hand_out(self, engine: ServedEngine, deltas: list[Delta]) -> None:
-        """Put deltas into their callers' queues, waking each event loop once. Those that begin an answer come first:
+        """Put deltas into their callers' mailboxes, waking each event loop once. Those that begin an answer come first:
         somebody waits for them, while the others only have to keep up."""
         by_loop: dict[asyncio.AbstractEventLoop, tuple[Told, Told]] = defaultdict(lambda: ([], []))
         for delta in deltas:
@@ -373,11 +396,11 @@ class Bridge:
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, items: Told) -> bool:
-    """Queue items in their event loop; False if it is closed."""
+    """Put items into their mailboxes, in their event loop; False if it is closed."""
 
     def put() -> None:
         for stream, item in items:
-            stream.queue.put_nowait(item)
+            stream.mailbox.put(item)
 
     try:
         loop.call_soon_threadsafe(put)

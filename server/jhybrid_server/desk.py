@@ -93,24 +93,23 @@ class Call:
 
     def _saw(self, number: int, delta: Delta) -> None:
         if delta.token_ids:
-            self._saw_tokens(number, delta, time.monotonic())
+            self._saw_tokens((number, delta.index), len(delta.token_ids), time.monotonic())
         if self._queue_seconds is None:  # of several answers, the first to get a place
             self._queue_seconds = delta.queue_seconds
         if delta.index == 0:
-            self._cached[number] = max(self._cached[number], delta.cached_tokens)
+            if delta.cached_tokens > self._cached[number]:
+                self._cached[number] = delta.cached_tokens
             self._miss_cause = delta.miss_cause or self._miss_cause
 
-    def _saw_tokens(self, number: int, delta: Delta, now: float) -> None:
-        count, answer, metrics = len(delta.token_ids), (number, delta.index), self._desk.metrics
+    def _saw_tokens(self, answer: tuple[int, int], count: int, now: float) -> None:
         self._completion_tokens += count
         before = self._last_token.get(answer)
         self._last_token[answer] = now
         if self._first_token is None:
             self._first_token = now
-            metrics.first_token(now - self._started)
+            self._desk.metrics.first_token(now - self._started)
         elif before is not None:
-            for _ in range(count):
-                metrics.next_token((now - before) / count)
+            self._desk.metrics.next_token((now - before) / count, count)
 
     def _failure(self, failures: list[Delta]) -> JhybridError:
         broken = [delta for delta in failures if delta.finish_reason == "error"]

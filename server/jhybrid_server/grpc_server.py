@@ -127,6 +127,7 @@ class InferenceService(services.InferenceServiceServicer):
 
 async def _answer(call: Call, context: grpc.aio.ServicerContext, readings: Readings | None = None) -> None:
     """Write a call's deltas, those of a chat as read; the last one also has what the call cost, unless it fails."""
+    await context.send_initial_metadata(())  # now, while there is time, and not with the first token
     try:
         async with Patience(STALL_SECONDS) as patience:
             async for _, delta in call.deltas():
@@ -135,7 +136,9 @@ async def _answer(call: Call, context: grpc.aio.ServicerContext, readings: Readi
                     reasoning = None if readings is None else readings.reasoning_tokens
                     message.usage.CopyFrom(wire.usage_to_wire(replace(call.usage, reasoning_tokens=reasoning)))
                     message.timing.CopyFrom(wire.timing_to_wire(call.timing))
-                await patience.with_(context.write(message))
+                patience.begin()
+                await context.write(message)
+                patience.end()
     except TimeoutError as error:
         raise AbortedError(f"the client took no message for {STALL_SECONDS:g} s") from error
 
@@ -148,10 +151,12 @@ class Patience:
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
 
-    async def with_(self, work: Awaitable[None]) -> None:
-        """Wait for `work`."""
+    def begin(self) -> None:
+        """A wait begins."""
         self._since = self._loop.time()
-        await work
+
+    def end(self) -> None:
+        """It is over."""
         self._since = None
 
     def _look(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -97,6 +98,8 @@ def _engine(config: EngineConfig, startup: Startup) -> ServedEngine:
     engine = Engine(config, startup)
     if engine.intake.grammars is not None:
         engine.intake.grammars.guard()
+    gc.collect()
+    gc.freeze()  # what an engine consists of stays, and looking through it would stop all threads for long
     return engine
 
 

@@ -89,5 +89,6 @@ def test_async_streams_that_are_left_end_their_requests(served: Served, engine: 
 
             return await asyncio.gather(*(first_text() for _ in range(4)))
 
-    assert asyncio.run(work()) == [answer_text(4, 1)] * 4
+    texts = asyncio.run(work())  # of a token, or of several where the reader was late
+    assert len(texts) == 4 and all(text and answer_text(4, 1900).startswith(text) for text in texts)
     eventually(lambda: not engine.running and len(engine.aborted) == 4, 1.0)
