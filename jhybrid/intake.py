@@ -6,6 +6,9 @@ from jhybrid.request import MAX_SALT, MAX_SNAPSHOTS, Request
 from jhybrid.sampling import MAX_BANNED
 from jhybrid.weights.load import Model
 
+MAX_JOINED = 4
+"""Characters that a tokenizer's normaliser may make one of."""
+
 
 class Intake:
     """Checks requests against a model and turns their prompts into tokens. Safe to call from any thread."""
@@ -21,6 +24,9 @@ class Intake:
         """The prompt's token ids. Raises RequestError."""
         if not isinstance(request, Request):
             raise RequestError("request", f"must be Request(...), got {request!r}")
+        ids = request.prompt_token_ids
+        if isinstance(ids, list) and len(ids) > self.max_model_len:  # before time is spent on them
+            raise self._no_room("prompt_token_ids", len(ids))
         request.validate(self.model.vocab_size)
         sampling = request.sampling
         if sampling.stop_strings and self.model.tokenizer is None:
@@ -60,6 +66,10 @@ class Intake:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.model.tokenizer is None:
             raise RequestError("prompt", "this model has no tokenizer; give prompt_token_ids")
+        most = self.max_model_len * self.model.tokenizer.longest * MAX_JOINED
+        if len(text) > most:
+            what = f"has {len(text)} characters, and max_model_len={self.max_model_len} tokens stand for {most} at most"
+            raise RequestError("prompt", f"{what}; shorten it")
         ids = self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestError("prompt", "is empty and the tokenizer adds no token of its own; give some text")
@@ -75,9 +85,7 @@ class Intake:
         wanted, limit = request.sampling.max_tokens, self.max_model_len
         field = "prompt" if request.prompt is not None else "prompt_token_ids"
         if length > limit or (length == limit and wanted != 0):
-            raise RequestError(
-                field, f"{length} tokens leave no room in max_model_len={limit}; shorten it to at most {limit - 1}"
-            )
+            raise self._no_room(field, length)
         if wanted is not None and length + wanted > limit:
             raise RequestError(
                 "max_tokens",
@@ -87,6 +95,11 @@ class Intake:
             raise RequestError(
                 "min_tokens", f"{request.sampling.min_tokens} exceeds the {limit - length} tokens left of max_model_len"
             )
+
+    def _no_room(self, field: str, length: int) -> RequestError:
+        limit = self.max_model_len
+        why = f"{length} tokens leave no room in max_model_len={limit}; shorten it to at most {limit - 1}"
+        return RequestError(field, why)
 
 
 def _check_cache_hints(request: Request, length: int) -> None:

@@ -14,6 +14,9 @@ import tokenizers
 
 from jhybrid.errors import ConfigError
 
+SHORT = 128
+"""Characters up to which a text is encoded by the call that costs least; it stops all threads meanwhile."""
+
 
 class Tokenizer(Protocol):
     """What the engine asks of a tokenizer, whichever kind it is."""
@@ -23,6 +26,7 @@ class Tokenizer(Protocol):
     eos_token_ids: tuple[int, ...]  # all ids that end an answer, the one that ends a turn first
     chat_templates: dict[str, str]  # by name; `default` is the one for plain chats
     named_tokens: dict[str, str]  # bos_token, eos_token, ... as chat templates read them
+    longest: int  # characters of a text that one token can stand for, at most, but for what normalisers leave out
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. With `add_special_tokens`, BOS leads where the model wants it, and never twice."""
@@ -64,6 +68,7 @@ class ByteTokenizer:
         self.add_bos = add_bos
         self.chat_templates = {} if chat_template is None else {"default": chat_template}
         self.named_tokens = {"bos_token": special_tokens[0], "eos_token": special_tokens[1]}
+        self.longest = max(map(len, special_tokens))
         self._texts = {token: text.encode() for text, token in self.special_tokens.items()}
         self._pattern = re.compile("(" + "|".join(re.escape(text) for text in special_tokens) + ")")
 
@@ -126,7 +131,9 @@ class HuggingFaceTokenizer:
         special_map = _read_json(directory / "special_tokens_map.json") or {}
         self.named_tokens = _named_tokens(special_map) | _named_tokens(config)
         self.chat_templates = _chat_templates(directory, config)
-        self.vocab_size = max(self._native.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = self._native.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest = max(map(len, vocabulary), default=1)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_ids = read_eos_token_ids(directory, self._id_of("eos_token"))
         added = self._native.get_added_tokens_decoder()
@@ -137,7 +144,11 @@ class HuggingFaceTokenizer:
         self._bytes: dict[tuple[int, bool], bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids = self._native.encode(_well_formed(text), add_special_tokens=False).ids
+        text = _well_formed(text)
+        if len(text) > SHORT:
+            ids = self._native.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        else:
+            ids = self._native.encode(text, add_special_tokens=False).ids
         return with_prefix(self._prefix, ids) + self._suffix if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from jhybrid.config import EngineConfig
 from jhybrid.engine import Engine
+from jhybrid.errors import RequestError
 from jhybrid.request import Delta, Request, SamplingParams
 from jhybrid.tokenizer import ByteTokenizer
 from tests.toy_model import Fault, ToyRunner, expected_tokens, toy_engine, toy_model
@@ -48,6 +49,18 @@ def test_text_held_back_for_a_stop_string_comes_with_the_end(end: str):
     deltas += drain(engine)
     assert deltas[-1].finish_reason == {"nan": "error", "before": "error"}.get(end, end)
     assert "".join(delta.text for delta in deltas) == told
+
+
+@pytest.mark.parametrize(("length", "field"), [(100_000, "prompt"), (10**6, "prompt_token_ids")])
+def test_prompts_far_too_long_are_refused_before_they_are_read(
+    length: int, field: str, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engine_with_text()
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    monkeypatch.setattr(Request, "validate", lambda *_: None if field == "prompt" else pytest.fail("it was read"))
+    prompt = Request("a" * length) if field == "prompt" else Request(prompt_token_ids=[1] * length)
+    with pytest.raises(RequestError, match=rf"^{field}: .*{length} .* max_model_len=\d+.*; shorten it"):
+        engine.submit(prompt)
 
 
 def test_queue_seconds_come_once_and_end_with_the_first_dispatch():

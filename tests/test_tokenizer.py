@@ -1,6 +1,8 @@
 """Tokenizers: ids and text agree with the `tokenizers` library, and special tokens with the configuration files."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -55,11 +57,26 @@ def test_byte_tokenizer_and_its_files_are_one_tokenizer(tmp_path: Path):
         assert ours.encode(text) == theirs.encode(text)
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text))
-    for name in ("vocab_size", "bos_token_id", "eos_token_ids", "chat_templates", "named_tokens"):
+    for name in ("vocab_size", "bos_token_id", "eos_token_ids", "chat_templates", "named_tokens", "longest"):
         expected = getattr(ours, name)
         found = getattr(theirs, name)
         assert found == expected, name
     assert [t for t in range(258) if theirs.is_special(t)] == [256, 257]
+
+
+def test_long_texts_hold_up_no_other_thread(tmp_path: Path):
+    ByteTokenizer().save(tmp_path)
+    tokenizer = load(tmp_path)
+    text, found, waits = "to be, or not to be é " * 20_000, [], []
+    thread = threading.Thread(target=lambda: found.append(tokenizer.encode(text)))
+    thread.start()
+    while thread.is_alive():
+        began = time.perf_counter()
+        time.sleep(0.001)
+        waits.append(time.perf_counter() - began)
+    thread.join()
+    assert found == [ByteTokenizer().encode(text)]
+    assert max(waits) < sum(waits) / 2, f"{max(waits):.3f} s of {sum(waits):.3f} s at once"
 
 
 def test_padding_ids_are_no_text():

@@ -23,6 +23,7 @@ class ToyTokenizer:
     """Greedy, up to what it has no token for."""
 
     vocab_size = CONTROL + 1
+    longest = max(map(len, TEXTS.values()))
 
     def __init__(self) -> None:
         self.bos_token_id: int | None = None

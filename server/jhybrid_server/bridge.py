@@ -29,8 +29,10 @@ log = logging.getLogger("jhybrid_server")
 
 Result = TypeVar("Result")
 
-LONG_PROMPT = 4096
-"""Prompts of more characters or tokens are checked in a thread: shorter ones take less time than the way there."""
+LONG_PROMPTS = 1024
+"""Prompts of more characters or tokens together are checked in a thread: it takes longer than the way there."""
+MANY_PROMPTS = 8
+"""More prompts are, too."""
 
 
 class NotReadyError(JhybridError):
@@ -160,6 +162,7 @@ class Bridge:
         self._inbox: deque[tuple[Callable[[ServedEngine], Any], Future[Any]]] = deque()
         self._closing = False
         self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jhybrid-compile")
+        self._readers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="jhybrid-read")
         self._thread = threading.Thread(target=self._run, name="jhybrid-engine", daemon=True)
 
     def start(self) -> None:
@@ -199,19 +202,23 @@ class Bridge:
         return "".join(traceback.format_stack(frame)) if frame else "(it has ended)"
 
     async def open(self, requests: Iterable[Request]) -> list[Stream]:
-        """Check requests, those of long texts away from the event loop, and queue them: all of them or none.
+        """Check requests, long and many ones away from the event loop, and queue them: all of them or none.
 
         Grammars are compiled in threads of their own: one that takes long holds up nothing but others of its kind.
 
         Raises RequestError, QueueFullError, EngineDeadError or NotReadyError. Read `deltas` next, and `abandon` each
         stream whatever happens. A stream's request has its prompt as token ids.
         """
-        engine, mailbox = self.engine, Mailbox()
+        engine, mailbox, requests = self.engine, Mailbox(), list(requests)
+
+        def check() -> list[list[int]]:
+            return [engine.intake.check(request) for request in requests]
+
+        size = sum(len(request.prompt or request.prompt_token_ids or ()) for request in requests)
+        is_long = size > LONG_PROMPTS or len(requests) > MANY_PROMPTS
+        prompts = await self.aside(check) if is_long else check()
         streams = []
-        for request in requests:
-            is_long = len(request.prompt or request.prompt_token_ids or ()) > LONG_PROMPT
-            check = engine.intake.check
-            ids = await asyncio.to_thread(check, request) if is_long else check(request)
+        for request, ids in zip(requests, prompts, strict=True):
             name = request.request_id or uuid.uuid4().hex
             checked = replace(request, prompt=None, prompt_token_ids=ids, request_id=name)
             streams.append(Stream(checked, mailbox, await self._grammar(engine, request)))
@@ -228,6 +235,10 @@ class Bridge:
                 self.abandon(stream)
             raise
         return streams
+
+    async def aside(self, work: Callable[[], Result]) -> Result:
+        """Do what takes as long as a text is, in threads that nothing else waits for."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     async def _grammar(self, engine: ServedEngine, request: Request) -> object | None:
         if request.sampling.structured_outputs is None:
@@ -269,7 +280,8 @@ class Bridge:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._compilers, self._readers):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()

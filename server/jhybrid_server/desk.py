@@ -25,6 +25,8 @@ from jhybrid_server.usage import Timing, Usage
 
 STALL_SECONDS = 30.0
 """How long a client may take no bytes before it is given up."""
+MAX_TEXT = 2**20
+"""Characters of a text to be tokenized, and tokens to be put together, in one call."""
 ASK_SECONDS = 5.0
 """How long a question about the engine may wait for the step under way."""
 
@@ -216,13 +218,18 @@ class Desk:
             raise RequestError(field, "this model has no tokenizer; it takes token ids only")
         return tokenizer
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, found away from the event loop."""
-        return await asyncio.to_thread(self.tokenizer("text").encode, text, add_special_tokens=add_special_tokens)
+    async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "text") -> list[int]:
+        """Token ids of a text, found away from the event loop. RequestError of this field for one that is too long."""
+        tokenizer = self.tokenizer(field)
+        if len(text) > MAX_TEXT:
+            raise RequestError(field, f"has {len(text)} characters, at most {MAX_TEXT} allowed; send parts of it")
+        return await self.bridge.aside(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of token ids. RequestError for ids that the model does not have."""
+        """Text of token ids. RequestError for ids that the model does not have, and for too many."""
         tokenizer, size = self.tokenizer("tokens"), self.bridge.engine.model_info()["vocab_size"]
+        if len(ids) > MAX_TEXT:
+            raise RequestError("tokens", f"has {len(ids)} entries, at most {MAX_TEXT} allowed; send parts of it")
 
         def decode() -> str:
             for at, token in enumerate(ids):
@@ -230,7 +237,7 @@ class Desk:
                     raise RequestError("tokens", f"entry {at} is {token}; must be in [0, {size})")
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        return await asyncio.to_thread(decode)
+        return await self.bridge.aside(decode)
 
     async def chat_prompt(self, /, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """The prompt text of a conversation; encode it without special tokens, which the template writes itself."""

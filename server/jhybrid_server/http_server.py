@@ -109,10 +109,10 @@ class Endpoints:
         self._desk.check_model(body.model)
         if body.messages is None:
             assert body.prompt is not None
-            tokens = await self._desk.tokenize(body.prompt, body.add_special_tokens is not False)
+            tokens = await self._desk.tokenize(body.prompt, body.add_special_tokens is not False, "prompt")
         else:
             prompt = await self._desk.chat_prompt(**rendering(body))
-            tokens = await self._desk.tokenize(prompt, add_special_tokens=False)
+            tokens = await self._desk.tokenize(prompt, add_special_tokens=False, field="messages")
         limit = self._desk.bridge.engine.model_info()["max_model_len"]
         return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
 

@@ -48,7 +48,7 @@ async def requests_of(desk: Desk, question: Question) -> list[Request]:
     if count > min(MAX_CONTINUATIONS, queue):
         most = f"{MAX_CONTINUATIONS} allowed" if queue >= MAX_CONTINUATIONS else f"max_queue={queue} allowed"
         raise RequestError("continuations", f"{count} given, at most {most}; send fewer at a time")
-    context = await _tokens(desk, question.context, question.add_special_tokens)
+    context = await _tokens(desk, question.context, question.add_special_tokens, "context")
     if not context:
         raise RequestError("context", "has no token, so nothing precedes the continuations; give at least one")
     limit = desk.bridge.engine.model_info()["max_model_len"]
@@ -56,17 +56,18 @@ async def requests_of(desk: Desk, question: Question) -> list[Request]:
         raise RequestError("context", f"{len(context)} tokens leave no room in max_model_len={limit}; shorten it")
     requests = []
     for at, continuation in enumerate(question.continuations):
+        field = f"continuations[{at}]"
         if not continuation:
-            raise RequestError(f"continuations[{at}]", "is empty; give at least one token")
+            raise RequestError(field, "is empty; give at least one token")
         if isinstance(continuation, str) and isinstance(question.context, str):
             # The border may lie inside a token of the whole: it is told apart as evaluation harnesses do.
-            whole = await _tokens(desk, question.context + continuation, question.add_special_tokens)
+            whole = await _tokens(desk, question.context + continuation, question.add_special_tokens, field)
             start = min(len(context), len(whole) - 1)
         else:
-            whole, start = context + await _tokens(desk, continuation, False), len(context)
+            whole, start = context + await _tokens(desk, continuation, False, field), len(context)
         if len(whole) > limit:
             why = f"{len(whole)} tokens with the context exceed max_model_len={limit}; shorten one of them"
-            raise RequestError(f"continuations[{at}]", why)
+            raise RequestError(field, why)
         requests.append(
             Request(
                 prompt_token_ids=whole,
@@ -94,5 +95,5 @@ async def scores_of(call: Call, requests: Sequence[Request]) -> list[Continuatio
     return [scores[number] for number in range(len(requests))]
 
 
-async def _tokens(desk: Desk, text: Text, add_special_tokens: bool) -> list[int]:
-    return await desk.tokenize(text, add_special_tokens) if isinstance(text, str) else list(text)
+async def _tokens(desk: Desk, text: Text, add_special_tokens: bool, field: str) -> list[int]:
+    return await desk.tokenize(text, add_special_tokens, field) if isinstance(text, str) else list(text)

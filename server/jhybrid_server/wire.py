@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jhybrid.errors import RequestError
-from jhybrid.request import SCALARS, Delta, Request, SamplingParams, TokenLogprobs
+from jhybrid.request import MAX_LOGIT_BIAS, SCALARS, Delta, Request, SamplingParams, TokenLogprobs
 from jhybrid.structured_outputs import StructuredOutputs
 from jhybrid_server.scoring import ContinuationScore, Question
 from jhybrid_server.talk import ChatDelta, Choice
@@ -223,6 +223,8 @@ def scores_from_wire(message: pb.ScoreResponse) -> list[ContinuationScore]:
 
 def _sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
     fields: dict[str, Any] = {name: getattr(message, name) for name in PLAIN_SAMPLING if message.HasField(name)}
+    if len(message.logit_bias) > MAX_LOGIT_BIAS:  # before time is spent on them
+        raise RequestError("logit_bias", f"{len(message.logit_bias)} entries given, at most {MAX_LOGIT_BIAS} allowed")
     length = message.WhichOneof("length")
     if length == "max_tokens":
         fields["max_tokens"] = message.max_tokens

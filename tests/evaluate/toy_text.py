@@ -17,6 +17,7 @@ class LetterTokenizer:
     vocab_size = 64
     bos_token_id: int | None = BOS
     eos_token_ids = (EOS,)
+    longest = len("<bos>")
     named_tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}  # noqa: RUF012
 
     def __init__(self, add_bos: bool = False, chat_template: str | None = None):

@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 from jhybrid.errors import ConfigError, EngineDeadError, JhybridError, QueueFullError, RequestError, StepError
 from jhybrid.request import Request, SamplingParams
 from jhybrid.tokenizer import ByteTokenizer
+from jhybrid_server import desk as desk_module
 from jhybrid_server import grpc_server
 from jhybrid_server.bridge import Bridge, NotReadyError
 from jhybrid_server.client import AsyncClient, Client
@@ -314,6 +315,21 @@ def test_tokenize(served: Served, engine: FakeEngine):
     engine.tokenizer = None
     with pytest.raises(RequestError, match="text: this model has no tokenizer"):
         served.client.tokenize("hi")
+
+
+def test_texts_without_end_are_refused_before_time_is_spent_on_them(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(desk_module, "MAX_TEXT", 5)
+    for field, ask in (
+        ("text", lambda: served.client.tokenize("abcdef")),
+        ("tokens", lambda: served.client.detokenize([97] * 6)),
+        ("context", lambda: served.client.score(Question("abcdef", ["a"]))),
+        ("continuations[1]", lambda: served.client.score(Question("abc", ["a", "def"]))),
+    ):
+        with pytest.raises(
+            RequestError, match=r"has 6 (characters|entries), at most 5 allowed; send parts of it"
+        ) as refused:
+            ask()
+        assert refused.value.field == field
 
 
 def test_detokenize(served: Served):
