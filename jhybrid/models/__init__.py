@@ -21,7 +21,7 @@ from jhybrid.models import (
     zamba2,
 )
 from jhybrid.models.family import Family, ModelConfig, abstract_params, init_params, layouts_of, quantisable_params
-from jhybrid.models.hf_config import load_json
+from jhybrid.models.hf_config import HfConfig, load_json
 
 _ALL = (
     Family(
@@ -108,16 +108,20 @@ FAMILIES: dict[str, Family] = {name: f for f in _ALL for name in (f.architecture
 
 def family_of(raw: dict[str, Any]) -> Family:
     """The family that a config.json names. Raises ConfigError when it names none, or one that is not here."""
-    known = ", ".join(f.model_type for f in _ALL)
-    model_type = raw.get("model_type")
-    if model_type is None:
+    hf = HfConfig(raw)
+    known = ", ".join(name for f in _ALL for name in (f.model_type, *f.also) if name.islower())
+    if not hf.has("model_type"):
         raise ConfigError("model_type", f"config.json lacks this key; supported: {known}")
+    model_type = hf.text("model_type")
     if model_type not in FAMILIES:
         raise ConfigError("model_type", f"{model_type!r} is not implemented; supported: {known}")
     family = FAMILIES[model_type]
-    for name in raw.get("architectures") or []:
+    for name in hf.items("architectures", default=[]):
+        if not isinstance(name, str):
+            raise ConfigError("architectures", f"must be a list of names, got {name!r} in it")
         if FAMILIES.get(name) is not family:
-            raise ConfigError("architectures", f"{name!r} is not implemented; supported here: {family.architecture}")
+            here = ", ".join(own for own, of in FAMILIES.items() if of is family and not own.islower())
+            raise ConfigError("architectures", f"{name!r} is not implemented; supported here: {here}")
     return family
 
 

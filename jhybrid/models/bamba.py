@@ -21,6 +21,7 @@ from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_attention, read_head_dim, read_mamba2
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -51,9 +52,9 @@ class BambaConfig:
     def from_hf(cls, raw: dict[str, Any]) -> "BambaConfig":
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         head_dim = read_head_dim(hf, hidden)
-        rope = hf.rope(head_dim, partial=ROTATED_SHARE)
+        rope = read_rope(hf, head_dim, partial=ROTATED_SHARE)
         return cls(
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hidden,

@@ -20,8 +20,9 @@ from jhybrid.layers.mamba2 import Mamba2, Mamba2Spec, mamba2_names
 from jhybrid.layers.mlp import Mlp, gated_mlp_names
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
-from jhybrid.models.hf_config import HfConfig
+from jhybrid.models.hf_config import LARGEST_FLOAT, HfConfig
 from jhybrid.models.hf_mixers import read_attention, read_head_dim, read_mamba2
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -62,7 +63,7 @@ class FalconH1Config:
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
         hf.one_of("mamba_use_mlp", True, default=True)
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         head_dim = read_head_dim(hf, hidden)
         scale = head_dim**-0.5 * hf.number("key_multiplier")
         return cls(
@@ -70,7 +71,7 @@ class FalconH1Config:
             hidden_size=hidden,
             num_layers=hf.integer("num_hidden_layers"),
             mamba=_mamba_spec(hf, hidden, eps),
-            attention=read_attention(hf, hidden, scale=scale, rope=hf.rope(head_dim)),
+            attention=read_attention(hf, hidden, scale=scale, rope=read_rope(hf, head_dim)),
             intermediate_size=hf.integer("intermediate_size"),
             activation=hf.activation("hidden_act"),
             mlp_bias=hf.flag("mlp_bias", default=False),
@@ -169,6 +170,6 @@ def _multipliers(hf: HfConfig) -> Multipliers:
 def _factors(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
     """A list of `count` numbers; ones where it is absent."""
     factors = hf.items(key, default=[1.0] * count)
-    if len(factors) != count or not all(isinstance(x, int | float) for x in factors):
-        raise ConfigError(key, f"must be {count} numbers, got {factors!r}")
+    if len(factors) != count or not all(isinstance(x, int | float) and abs(x) <= LARGEST_FLOAT for x in factors):
+        raise ConfigError(key, f"must be {count} finite numbers, got {factors!r}")
     return tuple(float(x) for x in factors)

@@ -22,6 +22,7 @@ from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_attention, read_head_dim, read_mamba2
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -53,7 +54,7 @@ class GraniteHybridConfig:
     def from_hf(cls, raw: dict[str, Any]) -> "GraniteHybridConfig":
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         kinds = hf.layer_kinds("layer_types", "layers_block_type", allowed=("mamba", "attention"))
         if len(kinds) != hf.integer("num_hidden_layers"):
             layers = hf.raw["num_hidden_layers"]
@@ -71,7 +72,7 @@ class GraniteHybridConfig:
             norm_eps=eps,
             embedding_multiplier=hf.number("embedding_multiplier"),
             residual_multiplier=hf.number("residual_multiplier"),
-            logits_scaling=hf.number("logits_scaling"),
+            logits_scaling=hf.number("logits_scaling", above=0.0),
             max_position_embeddings=hf.integer("max_position_embeddings"),
             tie_word_embeddings=hf.flag("tie_word_embeddings", default=False),
         )
@@ -179,7 +180,7 @@ def _feed_forward_names(hub: str, path: tuple[str, ...], experts: bool) -> list[
 
 def _attention_spec(hf: HfConfig, hidden: int) -> AttentionSpec:
     positions = hf.one_of("position_embedding_type", None, "nope", "rope")
-    rope = hf.rope(read_head_dim(hf, hidden)) if positions == "rope" else None
+    rope = read_rope(hf, read_head_dim(hf, hidden)) if positions == "rope" else None
     return read_attention(hf, hidden, scale=hf.number("attention_multiplier"), rope=rope)
 
 

@@ -4,21 +4,14 @@ A key that is needed and missing, or of the wrong type, raises ConfigError with 
 only where the caller states one, which must be the published one of that family.
 """
 
+import contextlib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jhybrid.errors import ConfigError
 from jhybrid.layers.mlp import ACTIVATIONS
-from jhybrid.layers.rope import (
-    Rope,
-    llama3_frequencies,
-    plain_frequencies,
-    proportional_frequencies,
-    yarn_frequencies,
-)
 
 # Spellings before and after transformers 5.2.
 LAYER_KINDS = {
@@ -33,41 +26,75 @@ LAYER_KINDS = {
     "moe": "moe",
 }
 
+LONGEST_SHOWN = 200  # characters of a value in a message
+LARGEST_INTEGER = 2**31 - 1  # of a size: an axis of an array
+LARGEST_FLOAT = 3.4e38  # of float32
+MOST = {"num_hidden_layers": 4096} | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16)
+MOST |= dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "num_mem_blocks"), 4096)
+"""Of what is listed one by one before any weight is read."""
+
 
 class HfConfig:
     """One JSON object of a config, with typed look-ups. `where` prefixes the key in messages."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = ""):
-        self.raw = {key: _decoded(value) for key, value in raw.items()}
+        self.raw = {
+            key: [_decoded(item) for item in value] if isinstance(value, list) else _decoded(value)
+            for key, value in raw.items()
+        }
         self._where = where
 
     def has(self, key: str) -> bool:
         """Whether a key is there and not null."""
         return self.raw.get(key) is not None
 
+    def named(self, key: str) -> str:
+        """A key as messages spell it."""
+        return self._where + key
+
     def integer(
         self, key: str, *aliases: str, default: int | None = None, least: int = 1, most: int | None = None
     ) -> int:
         value = self._find(int, "an integer", key, aliases, default)
-        if value < least or (most is not None and value > most):
+        if value < least:
             bounds = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise ConfigError(self._where + key, f"must be {bounds}, got {value}")
+            raise ConfigError(self.named(key), f"must be {bounds}, got {_short(value)}")
+        largest = min(MOST.get(key, LARGEST_INTEGER), LARGEST_INTEGER if most is None else most)
+        if value > largest:
+            raise ConfigError(self.named(key), f"must be between {least} and {largest}, got {_short(value)}")
         return value
 
     def multiple(self, key: str, *aliases: str, of: tuple[str, int]) -> int:
         """An integer that another key's value must divide."""
         value = self.integer(key, *aliases)
         if value % of[1]:
-            raise ConfigError(self._where + key, f"{value} is not a multiple of {of[0]}={of[1]}")
+            raise ConfigError(self.named(key), f"{value} is not a multiple of {of[0]}={of[1]}")
         return value
 
-    def number(self, key: str, *aliases: str, default: float | None = None) -> float:
-        return float(self._find((int, float), "a number", key, aliases, default))
+    def number(
+        self,
+        key: str,
+        *aliases: str,
+        default: float | None = None,
+        least: float | None = None,
+        above: float | None = None,
+        most: float | None = None,
+    ) -> float:
+        """A finite number; `least` and `most` are allowed, `above` is not."""
+        value = self._find((int, float), "a number", key, aliases, default)
+        if not abs(value) <= LARGEST_FLOAT:
+            raise ConfigError(self.named(key), f"must be finite, got {_short(value)}")
+        low, high = least if above is None else above, most
+        if (low is not None and (value < low or value == above)) or (high is not None and value > high):
+            bounds = f"{'at least' if above is None else 'above'} {low}" if low is not None else ""
+            bounds += " and " * (low is not None and high is not None) + (f"at most {high}" if high is not None else "")
+            raise ConfigError(self.named(key), f"must be {bounds}, got {_short(value)}")
+        return float(value)
 
     def flag(self, key: str, *aliases: str, default: bool | None = None) -> bool:
         value = self._find(object, "true or false", key, aliases, default)
         if not isinstance(value, bool):
-            raise ConfigError(self._where + key, f"must be true or false, got {value!r}")
+            raise ConfigError(self.named(key), f"must be true or false, got {_short(value)}")
         return value
 
     def text(self, key: str, *aliases: str, default: str | None = None) -> str:
@@ -88,20 +115,22 @@ class HfConfig:
             raise self._lacks(key)
         if value not in allowed:
             listed = ", ".join(repr(a) for a in allowed)
-            raise ConfigError(self._where + key, f"{value!r} is not implemented for this family; supported: {listed}")
+            raise ConfigError(
+                self.named(key), f"{_short(value)} is not implemented for this family; supported: {listed}"
+            )
         return value
 
     def activation(self, key: str, default: str | None = None) -> str:
         name = self.text(key, default=default)
         if name not in ACTIVATIONS:
-            raise ConfigError(self._where + key, f"{name!r} is not implemented; supported: {', '.join(ACTIVATIONS)}")
+            raise ConfigError(self.named(key), f"{name!r} is not implemented; supported: {', '.join(ACTIVATIONS)}")
         return name
 
     def dt_limit(self, *keys: str) -> tuple[float, float]:
         """The clamp of Mamba2's step size; (0, inf), which is no clamp, where absent."""
         pair = self.items(*keys, default=[0.0, float("inf")])
         if len(pair) != 2 or not all(isinstance(x, int | float) for x in pair) or not 0 <= pair[0] <= pair[1]:
-            raise ConfigError(self._where + keys[0], f"must be [low, high] with 0 <= low <= high, got {pair!r}")
+            raise ConfigError(self._where + keys[0], f"must be [low, high] with 0 <= low <= high, got {_short(pair)}")
         return float(pair[0]), float(pair[1])
 
     def layer_kinds(self, key: str, *aliases: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
@@ -114,7 +143,7 @@ class HfConfig:
             if kind not in allowed:
                 known = ", ".join(n for n, k in LAYER_KINDS.items() if k in allowed)
                 raise ConfigError(
-                    f"{self._where}{used}[{i}]", f"layer kind {name!r} is not implemented; known: {known}"
+                    f"{self._where}{used}[{i}]", f"layer kind {_short(name)} is not implemented; known: {known}"
                 )
             kinds.append(kind)
         return tuple(kinds)
@@ -124,64 +153,12 @@ class HfConfig:
         indices = self.items(key, default=default)
         for i in indices:
             if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers:
-                raise ConfigError(self._where + key, f"{i!r} is no layer; num_hidden_layers is {layers}")
+                raise ConfigError(self.named(key), f"{_short(i)} is no layer; num_hidden_layers is {layers}")
         return indices
-
-    def rope(
-        self,
-        head_dim: int,
-        *,
-        partial: float | None = None,
-        default_theta: float | None = None,
-        layer_type: str | None = None,
-    ) -> Rope:
-        """Rotary frequencies, from `rope_parameters` (5.x), or `rope_theta` and `rope_scaling` at the top level.
-
-        `partial` is the rotated share of a head of families whose configs do not say it at the top level, `layer_type`
-        the section of `rope_parameters` that counts in those with one for each.
-        """
-        nested = self.section("rope_parameters" if layer_type or self.has("rope_parameters") else "rope_scaling")
-        if layer_type is not None:
-            nested = nested.section(layer_type)
-        theta = (nested if layer_type or nested.has("rope_theta") else self).number("rope_theta", default=default_theta)
-        share = "partial_rotary_factor"
-        if partial is None or nested.has(share):
-            partial = (nested if nested.has(share) else self).number(share, default=1.0)
-        plain = plain_frequencies(theta, int(head_dim * partial))
-        kind = nested.text("rope_type", "type", default="default")
-        if kind == "default":
-            return Rope(_floats(plain))
-        if kind == "linear":
-            return Rope(_floats(plain / nested.number("factor")))
-        if kind == "proportional":
-            turned = proportional_frequencies(theta, head_dim, partial)
-            return Rope(_floats(turned / nested.number("factor", default=1.0)))
-        if kind == "llama3":
-            original = nested.integer("original_max_position_embeddings")
-            bands = (nested.number("low_freq_factor"), nested.number("high_freq_factor"))
-            return Rope(_floats(llama3_frequencies(plain, nested.number("factor"), *bands, original)))
-        if kind == "yarn":
-            return self._yarn(nested, plain, theta)
-        raise ConfigError(
-            f"{nested._where}rope_type",
-            f"{kind!r} is not implemented; supported: default, linear, proportional, llama3, yarn",
-        )
-
-    def _yarn(self, nested: "HfConfig", plain: Any, theta: float) -> Rope:
-        for key in ("mscale", "mscale_all_dim", "truncate"):
-            if nested.has(key):
-                raise ConfigError(f"{nested._where}{key}", f"{nested.raw[key]!r} is not implemented for yarn")
-        factor = nested.number("factor")
-        betas = (nested.number("beta_fast", default=32.0), nested.number("beta_slow", default=1.0))
-        length = self.integer("max_position_embeddings")
-        original = nested.integer("original_max_position_embeddings", default=length)
-        frequencies = yarn_frequencies(plain, theta, factor, *betas, original)
-        magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        return Rope(_floats(frequencies), nested.number("attention_factor", default=magnitude))
 
     def _lacks(self, key: str, *aliases: str) -> ConfigError:
         others = f" (or {', '.join(aliases)})" if aliases else ""
-        return ConfigError(self._where + key, f"config.json lacks this key{others}; the model cannot be built")
+        return ConfigError(self.named(key), f"config.json lacks this key{others}; the model cannot be built")
 
     def _find(self, kind: Any, described: str, key: str, aliases: tuple[str, ...], default: Any) -> Any:
         found = {k: self.raw[k] for k in (key, *aliases) if self.has(k)}
@@ -191,10 +168,12 @@ class HfConfig:
             return default
         name, value = next(iter(found.items()))
         for other, second in found.items():
-            if second != value:
-                raise ConfigError(self._where + name, f"{value!r} contradicts {other}: {second!r}; keep one of them")
+            if second is not value and second != value:
+                raise ConfigError(
+                    self._where + name, f"{_short(value)} contradicts {other}: {_short(second)}; keep one of them"
+                )
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not object):
-            raise ConfigError(self._where + name, f"must be {described}, got {value!r}")
+            raise ConfigError(self._where + name, f"must be {described}, got {_short(value)}")
         return value
 
 
@@ -204,7 +183,9 @@ def load_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError("model", f"{path} does not exist; point at a directory that holds a config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError("model", f"{path} cannot be read: {error}; it must be a file") from error
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise ConfigError("model", f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError("model", f"{path} holds {type(raw).__name__}, not an object")
@@ -214,11 +195,15 @@ def load_json(path: Path) -> dict[str, Any]:
 def _decoded(value: Any) -> Any:
     """Values as transformers 5 writes them: {"__float__": "Infinity"} is a float that JSON cannot spell."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
-        return float(value["__float__"])
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
+        with contextlib.suppress(TypeError, ValueError):  # what is no float stays, and is refused where it is read
+            return float(value["__float__"])
     return value
 
 
-def _floats(frequencies: Any) -> tuple[float, ...]:
-    return tuple(float(f) for f in frequencies)
+def _short(value: Any) -> str:
+    """For a message: a value's first characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, lists in lists without end
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

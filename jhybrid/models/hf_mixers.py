@@ -58,6 +58,14 @@ def read_delta_layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
     return tuple("delta" if kind == "mamba" else kind for kind in kinds)
 
 
+def check_all_attention(hf: HfConfig, layers: int) -> None:
+    """Refuse `layer_types` that name anything but full attention, or another number of layers."""
+    if hf.has("layer_types"):
+        kinds = hf.layer_kinds("layer_types", allowed=("attention",))
+        if len(kinds) != layers:
+            raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
+
+
 def check_inner_size(heads: tuple[str, int], head_dim: tuple[str, int], inner: tuple[str, int]) -> None:
     """Refuse heads that do not make up the inner width; each argument is a key and its value."""
     if heads[1] * head_dim[1] != inner[1]:

@@ -53,7 +53,7 @@ class JambaConfig:
         hf = HfConfig(raw)
         hf.one_of("sliding_window", None)
         hf.one_of("mamba_inner_layernorms", True, default=True)
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         layers, activation = hf.integer("num_hidden_layers"), hf.activation("hidden_act")
         attended = _every(hf, "attn_layer", layers)
         experts = _experts_spec(hf, hidden, activation)

@@ -24,6 +24,7 @@ from jhybrid.layers.rope import Rope, plain_frequencies
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_delta_layer_kinds
+from jhybrid.models.hf_rope import rope_section
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -108,7 +109,7 @@ class KimiLinearConfig:
             moe=moe,
             intermediate_size=hf.integer("intermediate_size"),
             activation=hf.activation("hidden_act"),
-            norm_eps=hf.number("rms_norm_eps"),
+            norm_eps=hf.number("rms_norm_eps", least=0.0),
             max_position_embeddings=hf.integer("model_max_length", "max_position_embeddings"),
             tie_word_embeddings=hf.flag("tie_word_embeddings", default=False),
             **more,
@@ -330,7 +331,7 @@ def _kimi_delta(hf: HfConfig, heads: int, head_dim: int, taps: int, **more: Any)
         k_dim=head_dim,
         v_dim=head_dim,
         conv_kernel=taps,
-        norm_eps=hf.number("rms_norm_eps"),
+        norm_eps=hf.number("rms_norm_eps", least=0.0),
         channel_decay=True,
         gate_activation="sigmoid",
         **more,
@@ -339,10 +340,10 @@ def _kimi_delta(hf: HfConfig, heads: int, head_dim: int, taps: int, **more: Any)
 
 def _rope(hf: HfConfig) -> Rope:
     """Of all of the shared key: a `partial_rotary_factor` means nothing here, as in transformers."""
-    nested = hf.section("rope_parameters")
+    nested = rope_section(hf)
     nested.one_of("rope_type", "default", default="default")
     hf.one_of("rope_scaling", None)
-    theta = (nested if nested.has("rope_theta") else hf).number("rope_theta")
+    theta = (nested if nested.has("rope_theta") else hf).number("rope_theta", above=1.0)
     frequencies = plain_frequencies(theta, hf.multiple("qk_rope_head_dim", of=("2 dimensions of a pair", 2)))
     return Rope(tuple(frequencies.tolist()), interleaved=True)
 

@@ -22,9 +22,11 @@ from jhybrid.layers.short_conv import ShortConv, ShortConvSpec, short_conv_names
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_attention, read_head_dim
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
+MOST_WIDENING = 1024.0  # of `block_ffn_dim_multiplier`, which is about 1
 DEFAULT_THETA = 1e6
 NORMALISER_EPS = 1e-6  # added to the sum of the chosen experts' scores
 GATE_UP_DOWN = ("w1", "w3", "w2")
@@ -69,9 +71,9 @@ class Lfm2Config:
 
     @classmethod
     def _read(cls, hf: HfConfig, layers: int, **feed_forward: Any) -> "Lfm2Config":
-        hidden, eps = hf.integer("hidden_size"), hf.number("norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("norm_eps", least=0.0)
         head_dim = read_head_dim(hf, hidden)
-        rope = hf.rope(head_dim, default_theta=DEFAULT_THETA)
+        rope = read_rope(hf, head_dim, default_theta=DEFAULT_THETA)
         return cls(
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hidden,
@@ -218,7 +220,8 @@ def _mlp_width(hf: HfConfig) -> int:
     width = int(2 * width / 3)
     if hf.has("block_ffn_dim_multiplier"):
         multiple = hf.integer("block_multiple_of")
-        width = -(-int(hf.number("block_ffn_dim_multiplier") * width) // multiple) * multiple
+        widening = hf.number("block_ffn_dim_multiplier", above=0.0, most=MOST_WIDENING)
+        width = -(-int(widening * width) // multiple) * multiple
     return width
 
 

@@ -21,6 +21,7 @@ from jhybrid.layers.short_conv import ShortConv, ShortConvSpec, short_conv_names
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_attention
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -66,7 +67,7 @@ class Lfm3Config:
             sliding=_attention_spec(hf, hidden, "sliding") if "sliding" in kinds else None,
             intermediate_size=hf.integer("intermediate_size"),
             sandwich_norm=hf.flag("use_sandwich_norm"),
-            norm_eps=hf.number("norm_eps"),
+            norm_eps=hf.number("norm_eps", least=0.0),
             max_position_embeddings=hf.integer("max_position_embeddings"),
             tie_word_embeddings=(whole if whole.has("tie_word_embeddings") else hf).flag(
                 "tie_word_embeddings", default=True
@@ -153,7 +154,8 @@ def _layer_kinds(hf: HfConfig) -> tuple[str, ...]:
 
 def _attention_spec(hf: HfConfig, hidden: int, kind: str) -> AttentionSpec:
     head_dim = hf.integer("head_dim")
-    rope = hf.rope(head_dim, layer_type=LAYER_TYPES[kind])
-    spec = read_attention(hf, hidden, scale=head_dim**-0.5, rope=rope, qk_norm_eps=hf.number("norm_eps"))
+    rope = read_rope(hf, head_dim, layer_type=LAYER_TYPES[kind], layer_types=tuple(LAYER_TYPES.values()))
+    eps = hf.number("norm_eps", least=0.0)
+    spec = read_attention(hf, hidden, scale=head_dim**-0.5, rope=rope, qk_norm_eps=eps)
     window = hf.integer("sliding_window") if kind == "sliding" else None
     return replace(spec, head_gated=hf.flag("use_attention_gate"), sliding_window=window)

@@ -19,7 +19,8 @@ from jhybrid.layers.mlp import Mlp, gated_mlp_names
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
-from jhybrid.models.hf_mixers import read_attention, read_head_dim
+from jhybrid.models.hf_mixers import check_all_attention, read_attention, read_head_dim
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -47,13 +48,14 @@ class LlamaConfig:
 
     @classmethod
     def _read(cls, hf: HfConfig, *, mlp_bias: bool, qk_norm: bool, default_theta: float | None = None) -> "LlamaConfig":
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
-        head_dim = read_head_dim(hf, hidden)
-        rope = hf.rope(head_dim, default_theta=default_theta)
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
+        head_dim, layers = read_head_dim(hf, hidden), hf.integer("num_hidden_layers")
+        check_all_attention(hf, layers)
+        rope = read_rope(hf, head_dim, default_theta=default_theta)
         return cls(
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hidden,
-            num_layers=hf.integer("num_hidden_layers"),
+            num_layers=layers,
             attention=read_attention(hf, hidden, scale=head_dim**-0.5, rope=rope, qk_norm_eps=eps if qk_norm else None),
             intermediate_size=hf.integer("intermediate_size"),
             activation=hf.activation("hidden_act"),
@@ -80,8 +82,6 @@ class Qwen3Config(LlamaConfig):
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
         hf.one_of("use_sliding_window", False, default=False)
-        if hf.has("layer_types"):
-            hf.layer_kinds("layer_types", allowed=("attention",))
         config = cls._read(hf, mlp_bias=False, qk_norm=True)
         assert isinstance(config, cls)
         return config

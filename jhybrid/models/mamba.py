@@ -49,7 +49,7 @@ class PureConfig:
             hidden_size=mamba.hidden_size,
             num_layers=hf.integer("num_hidden_layers"),
             mamba=mamba,
-            norm_eps=hf.number("layer_norm_epsilon"),
+            norm_eps=hf.number("layer_norm_epsilon", least=0.0),
             residual_in_fp32=hf.flag("residual_in_fp32"),
             tie_word_embeddings=hf.flag("tie_word_embeddings", default=tied),
         )
@@ -79,7 +79,7 @@ class FalconMambaConfig(PureConfig):
     def from_hf(cls, raw: dict[str, Any]) -> PureConfig:
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
-        spec = _mamba1_spec(hf, norm="unit", norm_eps=hf.number("mixer_rms_eps", default=1e-6))
+        spec = _mamba1_spec(hf, norm="unit", norm_eps=hf.number("mixer_rms_eps", default=1e-6, least=0.0))
         return cls._read(hf, spec, tied=True)
 
 
@@ -165,7 +165,7 @@ def _mamba2_spec(hf: HfConfig) -> Mamba2Spec:
         num_groups=groups,
         conv_kernel=hf.integer("conv_kernel", least=2),
         norm_groups=groups,
-        norm_eps=hf.number("layer_norm_epsilon"),
+        norm_eps=hf.number("layer_norm_epsilon", least=0.0),
         conv_bias=hf.flag("use_conv_bias"),
         proj_bias=hf.flag("use_bias"),
         dt_limit=hf.dt_limit("time_step_limit"),

@@ -76,7 +76,7 @@ class NemotronHConfig:
         for wrapper in ("text_config", "llm_config"):  # of Nemotron 3 Omni, now and as published
             hf = hf.section(wrapper) if hf.has(wrapper) else hf
         kinds = _layer_kinds(hf)
-        hidden, eps = hf.integer("hidden_size"), hf.number("layer_norm_epsilon", "rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("layer_norm_epsilon", "rms_norm_eps", least=0.0)
         activation = hf.activation("mlp_hidden_act")
         hf.one_of("mamba_hidden_act", "silu", default="silu")
         hf.one_of("attention_bias", False, default=False)

@@ -21,6 +21,7 @@ from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_attention, read_delta_layer_kinds, read_gated_delta, read_head_dim
+from jhybrid.models.hf_rope import has_positions, read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -71,7 +72,7 @@ class OlmoHybridConfig:
     def from_hf(cls, raw: dict[str, Any]) -> "OlmoHybridConfig":
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         delta = read_gated_delta(hf, hidden, DELTA_NORM_EPS)
         return cls(
             vocab_size=hf.integer("vocab_size"),
@@ -148,9 +149,11 @@ def weight_names(config: OlmoHybridConfig) -> list[TensorName]:
 
 
 def _attention_spec(hf: HfConfig, hidden: int, eps: float) -> AttentionSpec:
-    """Without positions where the config gives no `rope_theta`, as in the published models."""
+    """Without positions where the config gives no `rope_theta`, as in the published models.
+
+    transformers 5.24 makes a theta of 10000 of `rope_parameters` that are null or absent, against its own comment.
+    """
     head_dim = read_head_dim(hf, hidden)
-    nested = hf.section("rope_parameters")
-    rope = hf.rope(head_dim) if nested.has("rope_theta") or hf.has("rope_theta") else None
+    rope = read_rope(hf, head_dim) if has_positions(hf) else None
     spec = read_attention(hf, hidden, scale=head_dim**-0.5, rope=rope, qk_norm_eps=eps)
     return replace(spec, qk_norm_whole=True)

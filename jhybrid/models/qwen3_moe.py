@@ -16,7 +16,8 @@ from jhybrid.layers.moe import Experts, ExpertsSpec, SoftmaxRouter, gated_expert
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
-from jhybrid.models.hf_mixers import read_attention, read_head_dim
+from jhybrid.models.hf_mixers import check_all_attention, read_attention, read_head_dim
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -45,11 +46,12 @@ class Qwen3MoeConfig:
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
         hf.one_of("use_sliding_window", False, default=False)
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         head_dim, count = read_head_dim(hf, hidden), hf.integer("num_experts", "num_local_experts")
         layers, step = hf.integer("num_hidden_layers"), hf.integer("decoder_sparse_step", default=1)
+        check_all_attention(hf, layers)
         dense = hf.layer_indices("mlp_only_layers", layers, default=[])
-        attention = {"scale": head_dim**-0.5, "rope": hf.rope(head_dim), "qk_norm_eps": eps}
+        attention = {"scale": head_dim**-0.5, "rope": read_rope(hf, head_dim), "qk_norm_eps": eps}
         top_k, width = hf.integer("num_experts_per_tok", most=count), hf.integer("moe_intermediate_size")
         return cls(
             vocab_size=hf.integer("vocab_size"),

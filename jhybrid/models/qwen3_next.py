@@ -23,6 +23,7 @@ from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
 from jhybrid.models.hf_mixers import read_attention, read_delta_layer_kinds, read_gated_delta, read_head_dim
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -77,9 +78,10 @@ class Qwen3NextConfig:
 
     @classmethod
     def _read(cls, hf: HfConfig, sparse: tuple[bool, ...], tied: bool) -> "Qwen3NextConfig":
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         head_dim, activation = read_head_dim(hf, hidden), hf.activation("hidden_act")
-        rope = hf.rope(head_dim, partial=hf.number("partial_rotary_factor", default=ROTATED_SHARE))
+        share = hf.number("partial_rotary_factor", default=ROTATED_SHARE, above=0.0, most=1.0)
+        rope = read_rope(hf, head_dim, partial=share)
         hf.one_of("attn_output_gate", True, default=True)
         hf.one_of("use_sliding_window", False, default=False)
         attention = read_attention(hf, hidden, scale=head_dim**-0.5, rope=rope, qk_norm_eps=eps)

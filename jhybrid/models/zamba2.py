@@ -22,6 +22,7 @@ from jhybrid.layers.mlp import Mlp
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
 from jhybrid.models.hf_config import HfConfig
+from jhybrid.models.hf_rope import read_rope
 from jhybrid.shapes import Hidden, Tokens
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
@@ -61,7 +62,7 @@ class Zamba2Config:
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
         hf.one_of("use_long_context", False, default=False)
-        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps")
+        hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
         kinds = hf.layer_kinds("layers_block_type", "layer_types", allowed=("mamba", "hybrid"))
         if len(kinds) != hf.integer("num_hidden_layers"):
             layers = hf.raw["num_hidden_layers"]
@@ -280,6 +281,6 @@ def _attention_spec(hf: HfConfig, hidden: int) -> AttentionSpec:
         num_kv_heads=heads,
         head_dim=head_dim,
         scale=(head_dim / 2) ** -0.5,
-        rope=hf.rope(head_dim, default_theta=10000.0) if hf.flag("use_mem_rope") else None,
+        rope=read_rope(hf, head_dim, default_theta=10000.0) if hf.flag("use_mem_rope") else None,
         out_size=hidden,
     )

@@ -7,6 +7,7 @@ import pytest
 from jhybrid.errors import ConfigError
 from jhybrid.layers.rope import Rope, plain_frequencies
 from jhybrid.models.hf_config import HfConfig
+from jhybrid.models.hf_rope import read_rope
 
 
 @pytest.mark.parametrize("rotated", [16, 8])
@@ -56,18 +57,18 @@ KINDS = {
 def test_frequencies_as_transformers_computes_them(kind: str):
     settings, frequencies, magnitude = KINDS[kind]
     nested = {"rope_theta": 10000.0, "rope_type": kind, **settings}
-    rope = HfConfig({"rope_parameters": nested, "max_position_embeddings": 512}).rope(16)
+    rope = read_rope(HfConfig({"rope_parameters": nested, "max_position_embeddings": 512}), 16)
     np.testing.assert_allclose(rope.frequencies, frequencies, rtol=2e-6)
     assert rope.magnitude == pytest.approx(magnitude, rel=1e-6)
     old = {"rope_theta": 10000.0, "rope_scaling": {"type": kind, **settings}, "max_position_embeddings": 512}
-    assert HfConfig(old).rope(16) == rope
+    assert read_rope(HfConfig(old), 16) == rope
 
 
 def test_what_is_not_understood_is_refused():
     nested = {"rope_theta": 1e4, "rope_type": "longrope"}
     with pytest.raises(ConfigError, match=r"rope_parameters\.rope_type: 'longrope' is not implemented"):
-        HfConfig({"rope_parameters": nested}).rope(16)
+        read_rope(HfConfig({"rope_parameters": nested}), 16)
     with pytest.raises(ConfigError, match=r"rope_scaling\.factor: config\.json lacks this key"):
-        HfConfig({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear"}}).rope(16)
+        read_rope(HfConfig({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear"}}), 16)
     with pytest.raises(ConfigError, match=r"rope_theta: .*lacks this key"):
-        HfConfig({}).rope(16)
+        read_rope(HfConfig({}), 16)

@@ -272,10 +272,32 @@ def test_switches_of_olmo_hybrid():
     raw = raw_of("olmo_hybrid")
     config = read(raw)
     assert config.attention.rope is not None
-    for absent in (None, {}, {"rope_type": "default", "rope_theta": None}):
+    # the last three as Ai2 has published them, and transformers writes them
+    for absent in (None, {}, {"rope_theta": None}, {"rope_type": None}, {"rope_type": "default", "rope_theta": None}):
         assert read(raw | {"rope_parameters": absent}).attention.rope is None
     assert config.delta.beta_scale == 2.0
     assert read(raw | {"linear_allow_neg_eigval": False}).delta.beta_scale == 1.0
+
+
+def test_rope_scaling_beside_rope_parameters():
+    """It counts, as in transformers; so the two must say the same."""
+    raw = raw_of("llama")
+    theta = raw["rope_parameters"]["rope_theta"]
+    del raw["rope_parameters"]
+    linear = {"rope_type": "linear", "factor": 2.0}
+    config = read(raw | {"rope_parameters": linear | {"rope_theta": theta}})
+    assert read(raw | {"rope_theta": theta, "rope_scaling": {"type": "linear", "factor": 2}}) == config
+    both = {"rope_theta": theta, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": linear}
+    assert read(raw | both) == config
+    assert read(raw | {"rope_scaling": {}, "rope_parameters": linear | {"rope_theta": theta}}) == config
+    for other, named in [
+        (linear | {"rope_theta": theta, "factor": 4.0}, "factor"),
+        (linear | {"rope_theta": 2 * theta}, "rope_theta"),
+        ({"rope_theta": theta}, "rope_type"),
+    ]:
+        message = rf"^rope_scaling\.{named}: .* contradicts rope_parameters\.{named}: .*keep one"
+        with pytest.raises(ConfigError, match=message):
+            read(raw | both | {"rope_parameters": other})
 
 
 @pytest.mark.parametrize("text", ["Infinity", '{"__float__": "Infinity"}', "0.25"])
@@ -319,7 +341,7 @@ REFUSED = [
     ("lfm3", {"layer_types": ["conv"]}, "layer_types: names 1 layers, but num_hidden_layers is 6"),
     ("lfm3", {"sliding_window": 0}, "sliding_window: must be at least 1"),
     ("lfm3", {"rope_parameters": None}, r"rope_parameters\.full_attention\.rope_theta: .*lacks this key"),
-    ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers: must be 5 numbers"),
+    ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers: must be 5 finite numbers"),
     ("falcon_h1", {"mamba_d_ssm": 64}, "mamba_n_heads: 6 heads of mamba_d_head=16 are not mamba_d_ssm = 64"),
     ("falcon_h1", {"projectors_bias": True}, "projectors_bias: True is not implemented"),
     ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types: names 1 layers, but num_hidden_layers is 5"),
@@ -357,8 +379,90 @@ REFUSED = [
     ("llama", {"attention_bias": 1}, "attention_bias: must be true or false"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not implemented"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 5}, r"layer_types\[0\]: layer kind 'sliding_attention'"),
-    ("llama", {"model_type": "rwkv"}, "model_type: 'rwkv' is not implemented; supported: nemotron_h, "),
+    ("llama", {"layer_types": ["sliding_attention"] * 5}, r"layer_types\[0\]: layer kind 'sliding_attention'"),
+    ("qwen3_moe", {"layer_types": ["mamba"] * 4}, r"layer_types\[0\]: layer kind 'mamba'"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types: names 1 layers, but num_hidden_layers is"),
+    (
+        "llama",
+        {"model_type": "rwkv"},
+        "model_type: 'rwkv' is not implemented; supported: nemotron_h, nemotron_h_omni, ",
+    ),
+    ("llama", {"model_type": "rwkv"}, "supported: .*qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe, "),
+    ("llama", {"model_type": ["llama"]}, r"model_type: must be a string, got \['llama'\]"),
+    ("llama", {"model_type": {"a": 1}}, "model_type: must be a string"),
+    ("llama", {"architectures": 5}, "architectures: must be a list, got 5"),
+    ("llama", {"architectures": True}, "architectures: must be a list, got True"),
+    ("llama", {"architectures": "LlamaForCausalLM"}, "architectures: must be a list, got 'Llama"),
+    ("llama", {"architectures": [["x"]]}, r"architectures: must be a list of names, got \['x'\]"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures: 'LlamaForSequence"),
+]
+
+NAN, INF = float("nan"), float("inf")
+REFUSED += [  # values out of range
+    ("llama", {"rms_norm_eps": NAN}, "rms_norm_eps: must be finite, got nan"),
+    ("llama", {"rms_norm_eps": INF}, "rms_norm_eps: must be finite, got inf"),
+    ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps: must be at least 0.0, got -1e-06"),
+    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps: must be finite, got 1000"),
+    ("llama", {"rms_norm_eps": {"__float__": "many"}}, "rms_norm_eps: must be a number, got {'__float__': 'many'}"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers: must be between 1 and 4096, got 1000000000"),
+    ("llama", {"num_hidden_layers": 10**5000}, "num_hidden_layers: must be between 1 and 4096, got a huge int"),
+    ("llama", {"vocab_size": 10**30}, "vocab_size: must be between 1 and 2147483647, got 1000"),
+    ("qwen3_moe", {"num_experts": 10**9, "num_local_experts": None}, "num_experts: must be between 1 and 65536"),
+    ("granite_moe", {"logits_scaling": 0}, "logits_scaling: must be above 0.0, got 0"),
+    ("granite_moe", {"embedding_multiplier": INF}, "embedding_multiplier: must be finite"),
+    ("falcon_h1", {"key_multiplier": -INF}, "key_multiplier: must be finite"),
+    ("falcon_h1", {"ssm_multipliers": [INF] * 5}, "ssm_multipliers: must be 5 finite numbers"),
+    ("lfm2", {"block_ffn_dim_multiplier": {"__float__": "Infinity"}}, "block_ffn_dim_multiplier: must be finite"),
+    ("qwen3_next", {"partial_rotary_factor": INF}, "partial_rotary_factor: must be finite"),
+    ("qwen3_next", {"partial_rotary_factor": 2.0}, "partial_rotary_factor: must be above 0.0 and at most 1.0, got 2.0"),
+    ("llama", {"partial_rotary_factor": 2.0}, "partial_rotary_factor: must be above 0.0 and at most 1.0, got 2.0"),
+    ("llama", {"head_dim": 7}, "head_dim: 7, of which rotary positions turn a share of 1.0"),
+    ("llama", {"rope_scaling": -1}, "rope_scaling: must be an object, got -1"),
+    ("llama", {"rope_scaling": NAN}, "rope_scaling: must be an object, got nan"),
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type: .*without a rope_theta"),
+    ("olmo_hybrid", {"rope_parameters": None, "rope_scaling": {"factor": 2}}, "rope_scaling.factor: .*rope_theta"),
+    (
+        "olmo_hybrid",
+        {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "rope_parameters.rope_type: .*without a rope_theta",
+    ),
+    ("lfm3", {"rope_parameters": {"conv": {}}}, "rope_parameters.conv: an object is not understood"),
+]
+SECTION = {"full_attention": {"rope_theta": 5e5}}
+REFUSED += [
+    (name, {"rope_parameters": SECTION}, r"rope_parameters\.full_attention: an object is not understood here")
+    for name in ("llama", "qwen3", "lfm2", "zamba2_rope", "olmo_hybrid", "bamba")
+]
+SCALED = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 64},
+}
+OUT_OF_RANGE = [
+    ("default", "rope_theta", 0, "must be above 1.0, got 0"),
+    ("yarn", "rope_theta", 1, "must be above 1.0, got 1"),
+    ("linear", "factor", 0, "must be above 0.0, got 0"),
+    ("linear", "factor", NAN, "must be finite"),
+    ("llama3", "low_freq_factor", 0, "must be above 0.0"),
+    ("llama3", "high_freq_factor", 1.0, "must be above 1.0, got 1.0"),
+    ("llama3", "original_max_position_embeddings", 0, "must be at least 1"),
+    ("yarn", "beta_slow", 0, "must be above 0.0"),
+    ("yarn", "beta_fast", 0, "must be at least 1.0"),
+    ("yarn", "beta_fast", INF, "must be finite"),
+    ("yarn", "attention_factor", -1.0, "must be above 0.0"),
+]
+REFUSED += [
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": kind} | SCALED.get(kind, {}) | {key: value}},
+        rf"rope_parameters\.{key}: {message}",
+    )
+    for kind, key, value, message in OUT_OF_RANGE
 ]
 
 
@@ -376,6 +480,14 @@ def test_broken_files(tmp_path: Path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_config(tmp_path)
+    for text in ("[" * 200_000, '{"a": ' * 200_000, f'{{"vocab_size": {"9" * 5000}}}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="not valid JSON"):
+            read_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: .*must be a file"):
+        read_config(tmp_path)
 
 
 def test_families_by_both_names():
