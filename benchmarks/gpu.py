@@ -161,10 +161,11 @@ def ssd_sizes(run: Run, step: Spans, state: int = 128) -> Sizes:
     return Sizes(inputs, cache, states + 4.0 * (x.size + bc.size), flops)
 
 
-def gated_delta_sizes(run: Run, step: Spans) -> Sizes:
-    key_heads, heads, dim = (2, 2, 64) if run.small else (16, 32, 128)
+def gated_delta_sizes(run: Run, step: Spans, by_channel: bool = False) -> Sizes:
+    key_heads, heads, dim = (2, 2, 64) if run.small else (32 if by_channel else 16, 32, 128)
     (tokens,), seqs = step.token_seq.shape, step.num_seqs
-    k, v, g = normal(tokens, key_heads, dim) / dim**0.5, normal(tokens, heads, dim), -jnp.ones((tokens, heads)) / 8
+    k, v = normal(tokens, key_heads, dim) / dim**0.5, normal(tokens, heads, dim)
+    g = -jnp.ones((tokens, heads, dim) if by_channel else (tokens, heads)) / 8
     flops = 0.0 if step.kind == "decode" else 2.0 * tokens * heads * (4 * 64 * dim + 4 * dim * dim)
     state = jnp.zeros((seqs + 1, heads, dim, dim))
     inputs = (k, k, v, g, jnp.ones((tokens, heads)) / 2)

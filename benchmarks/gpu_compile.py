@@ -52,7 +52,8 @@ class Case:
 DECODE, PROMPT = (1,) * 128, (2048,)
 CASES = [
     *[Case(op, DECODE) for op in timings.OPS],
-    *[Case(op, PROMPT) for op in ("ssd", "selective_scan", "paged_attention")],
+    *[Case(op, PROMPT) for op in ("ssd", "gated_delta", "selective_scan", "paged_attention")],
+    *[Case("gated_delta", lens, sizes=(("by_channel", True),)) for lens in (DECODE, PROMPT)],
     *[Case("ssd", lens, sizes=(("state", 256),)) for lens in (DECODE, PROMPT)],
     *[Case("paged_attention", lens, sizes=(("dim", dim),)) for dim in (64, 256) for lens in (DECODE, PROMPT)],
     Case("paged_attention", (1,), 32767),
@@ -129,8 +130,9 @@ def resources(dumped: Path) -> list[dict[str, Any]]:
 
 def share_at_most(floor_us: float, kernels: list[dict[str, Any]]) -> float:
     """The share of the roofline that is left by starting the kernels and by the last wave of the one that does the work
-    (it has most registers), if everything else is perfect. An estimate: a card may well give less."""
-    waves = max(kernels, key=lambda kernel: kernel["registers"])["waves"]
+    (it has most registers; of two the one with fewer thread blocks), if everything else is perfect. An estimate: a card
+    may well give less."""
+    waves = max(kernels, key=lambda kernel: (kernel["registers"], -kernel["waves"]))["waves"]
     return round(floor_us / (floor_us * math.ceil(waves) / waves + START_US * len(kernels)), 2)
 
 

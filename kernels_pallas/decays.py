@@ -5,6 +5,7 @@ from jax import Array, lax
 
 # exp(-100) is 0 in float32, so a stronger decay changes nothing; the bound keeps sums of 256 tokens exact below.
 STRONGEST = -100.0
+STRONGEST_IN_BFLOAT16 = -30.0  # exp(-30) is nothing beside what bfloat16 products lose
 COARSE_STEP = 2.0**-8
 
 SplitSum = tuple[Array, Array]  # the exact part of a sum and the small rest

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic_gpu import MATRIX, launch, load, store, strided
+from kernels_pallas.mosaic_gpu import MATRIX, index, launch, load, store, strided
 from kernels_pallas.recurrence import is_single
 from kernels_pallas.rows import moved_rows
 from kernels_pallas.snapshots import chunk_has_snapshot
@@ -165,3 +165,16 @@ def put_run(source: Any, target: Any, start: Any, count: Any, most: int, width: 
             before = lax.div(count, 2 * some) * 2 * some
             rows = pl.ds(before * width, some * width)
             plgpu.copy_smem_to_gmem(source.at[rows], target.at[pl.ds((start + before) * width, some * width)])
+
+
+def clear(length: Any, *refs: Any) -> None:
+    """Zero the rows from `length` on, of operands that are not the chunk's: they may be NaN, and 0 * NaN is NaN."""
+
+    @pl.when(length < refs[0].shape[0])
+    def _() -> None:
+        for ref in refs:
+            for n in range(0, ref.shape[1], 64):  # of more, registers spill
+                part = ref.at[:, pl.ds(n, 64)]
+                held = load(part, MATRIX)
+                store(part, jnp.where(index(held.shape, 0) < length, held, jnp.zeros_like(held)))
+        plgpu.commit_smem()

@@ -96,12 +96,31 @@ def product(a: Any, b: Any) -> jax.Array:
 
     The simulator knows neither accumulators that begin with a value nor operands in registers: so none has either.
     """
+    return sum_of_products((a, b))
+
+
+def products(*pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+    """`product` of each pair; the next is begun before the one before it has ended."""
+
+    def multiply(*totals: Any) -> Any:
+        for total, (a, b) in zip(totals, pairs, strict=True):
+            plgpu.wgmma(total, a, b)
+        return tuple(total[...] for total in totals)
+
+    shapes = [plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32) for a, b in pairs]
+    return pl.run_scoped(multiply, *shapes)
+
+
+def sum_of_products(*pairs: tuple[Any, Any]) -> jax.Array:
+    """The sum of `product` of each pair, which have one shape."""
 
     def multiply(total: Any) -> Any:
-        plgpu.wgmma(total, a, b)
+        for a, b in pairs:
+            plgpu.wgmma(total, a, b)
         return total[...]
 
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+    shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def matrix(value: float, *shape: int, layout: Any = MATRIX) -> jax.Array:

@@ -170,12 +170,13 @@ class GatedDelta(nn.Module):
     ) -> tuple[Array, AnyCache]:
         spec = self.spec
         widths = [piece.held for piece in spec.conv_layout.pieces]
-        q, k, v = split(qkv.astype(jnp.float32), widths, spec.shards)
-        q, k = (_unit_length(a.reshape(len(a), -1, spec.k_dim)) for a in (q, k))
+        q, k, v = split(qkv, widths, spec.shards)
+        q, k = (_unit_length(a.reshape(len(a), -1, spec.k_dim).astype(jnp.float32)) for a in (q, k))
         v = v.reshape(-1, spec.num_v_heads, spec.v_dim)
         state, base = cache.open(self.layer_id, "delta")
         update = over_shards(partial(gated_delta, base=base), spec.shards, (1, 1, 1, 1, 1, 1, None), (1, 1))
-        o, state = update(q * spec.k_dim**-0.5, k, v, log_decay, beta, state, spans)
+        q, k = (a.astype(self.dtype) for a in (q * spec.k_dim**-0.5, k))
+        o, state = update(q, k, v, log_decay, beta, state, spans)
         return o, cache.put(self.layer_id, "delta", state)
 
 

@@ -1,4 +1,4 @@
-"""gated_delta on Hopper GPUs: steps of one token per sequence, bound by the bandwidth of the state.
+"""gated_delta on Hopper GPUs: single tokens, bound by the bandwidth of the state, and chunks (see gpu_chunk.py).
 
 The columns of a state do not depend on each other, so a thread block takes some of one head's.
 """
@@ -11,8 +11,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.decays import STRONGEST
+from kernels_pallas.gated_delta.gpu_chunk import chunks
 from kernels_pallas.gpu_rows import block_columns, move, step_singles, table_of
 from kernels_pallas.mosaic_gpu import OF_COLUMNS, OF_ROWS, for_hopper, load, store
+from kernels_pallas.recurrence import is_single
 from kernels_pallas.spans import Spans
 
 
@@ -27,11 +29,11 @@ def gated_delta(
     *,
     base: int | Array = 0,
 ) -> tuple[Array, Array | None]:
-    """As `kernels_pallas.gated_delta.gated_delta`, for decode spans and keys whose size is a multiple of 64."""
+    """As `kernels_pallas.gated_delta.gated_delta`, for keys of 64 n channels; ragged spans need bfloat16."""
     for_hopper(spans.target)
-    if state is None or spans.kind != "decode":
-        raise NotImplementedError(f"{spans.kind} spans: only decode has a kernel")
-    (S, H, dv), (_, key_heads, dk) = v.shape, k.shape
+    if state is None:
+        raise NotImplementedError("dense spans")
+    (T, H, dv), (_, key_heads, dk), S = v.shape, k.shape, spans.num_seqs
     columns = block_columns(dk, dv)
     per_head = dv // columns
     held = jax.new_ref(state)
@@ -45,6 +47,11 @@ def gated_delta(
         return held.at[row, head, :, at]
 
     move(table, held, blocks, (dk, columns), window, state.dtype, interpret)
+    in_chunks, dtype = None, v.dtype
+    if spans.kind != "decode":
+        in_chunks = chunks(q, k, v, g, beta, held, table, spans, base, state.dtype)
+        of = jnp.minimum(spans.query_start[:-1], T - 1)
+        q, k, v, g, beta = (a[of] for a in (q, k, v, g, beta))  # [S, ...]
     decay = jnp.broadcast_to(jnp.exp(jnp.maximum(g.astype(jnp.float32), STRONGEST)).reshape(S, H, -1), (S, H, dk))
     inputs = (*(a.astype(jnp.float32) for a in (q, k, v)), decay, beta.astype(jnp.float32))
 
@@ -61,5 +68,9 @@ def gated_delta(
 
     out = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     o = step_singles(update, inputs, table, held, blocks, (dk, columns), window, state.dtype, out, interpret)
-    used = jnp.arange(S) < spans.num_tokens  # nothing is written for padding
-    return jnp.where(used[:, None, None], o, 0.0).astype(v.dtype), jax.freeze(held)
+    o = o.astype(dtype)
+    if in_chunks is not None:
+        tokens = jnp.where(is_single(spans), spans.query_start[:-1], T)  # past the end: dropped
+        o = in_chunks.at[tokens].set(o, mode="drop")
+    # nothing is written for padding
+    return jnp.where(spans.token_valid()[:, None, None], o, 0), jax.freeze(held)

@@ -23,6 +23,7 @@ def _case(
     state_dtype: Any = jnp.float32,
     decay: tuple[float, ...] = (0.05,),  # typical -g of the heads, in turn
     most_beta: float = 1.0,
+    alike: float = 0.0,  # what all keys and queries of a head have in common, times what is each one's own
     atol: float = 2e-5,
     **options: Any,
 ) -> Spec:
@@ -32,14 +33,15 @@ def _case(
         rng = np.random.default_rng(seed)
         normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
         unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+        common = alike * normal(1, Hk, dk) if alike else 0.0
         typical = jnp.asarray([decay[h % len(decay)] for h in range(H)])
         g = -typical * jnp.exp(normal(T, H))
         if by_channel:
             g = -typical[:, None] * jnp.exp(normal(T, H, dk))
         state = None if spans.kind == "dense" else normal(LAYERS * ROWS, H, dk, dv).astype(state_dtype)
         args = (
-            unit(normal(T, Hk, dk)).astype(dtype),
-            unit(normal(T, Hk, dk)).astype(dtype),
+            unit(normal(T, Hk, dk) + common).astype(dtype),
+            unit(normal(T, Hk, dk) + common).astype(dtype),
             normal(T, H, dv).astype(dtype),
             g,
             most_beta * jax.nn.sigmoid(normal(T, H)),
@@ -58,6 +60,13 @@ _CHANNELS: dict[str, Any] = {"by_channel": True, "heads": (4, 4)}
 
 _GPU: dict[str, Any] = {"slow": True, "atol": 0.05}
 _GPU_DECODE = decode([3, 0, 1, 3], 5, read=[0, 1, 2, 0], write=[0, 1, 2, 4], snapshots={(0, 1): 5, (1, 1): 6})
+_GPU_MIXED = ragged(
+    [17, 1, 9, 1, 12], [0, 4, 2, 0, 6], 64, read=[0, 1, 2, 3, 2], write=[0, 1, 2, 3, 4],
+    snapshots={(0, 8): 5, (1, 1): 6, (2, 9): 7},
+)  # fmt: skip
+# with a common part of 2, keys overlap by 0.8, and what one token changes the next ones see
+_GPU_CHUNKS: dict[str, Any] = _GPU | {"atol": 0.1, "dtype": jnp.bfloat16, "heads": (1, 2), "alike": 2.0}
+_GPU_REFLECTING: dict[str, Any] = _GPU_CHUNKS | {"decay": (1e-4, 0.05), "most_beta": 2.0, "atol": 0.3}
 _TPU: dict[str, Any] = {"dims": (128, 128), "tpu": True, "layer": 1}
 _TPU_SLOW: dict[str, Any] = _TPU | {"slow": True}
 _TPU_WIDE: dict[str, Any] = _TPU_SLOW | {"dims": (128, 256), "heads": (2, 2)}
@@ -107,6 +116,11 @@ SPECS = [
     _case("decode-channels", decode([3, 0, 1], 4), decay=_ALL_RATES, **_CHANNELS),
     _case("gpu-decode", _GPU_DECODE, dims=(64, 32), decay=_ALL_RATES, layer=1, slow=True),
     _case("gpu-decode-channels", decode([3], 1), dims=(128, 16), state_dtype=jnp.bfloat16, **_CHANNELS, **_GPU),
+    _case("gpu-chunks", _GPU_MIXED, dims=(64, 64), layer=1, **_GPU_CHUNKS),
+    _case("gpu-chunks-keys128", ragged([70, 3], [3, 0], 64), dims=(128, 64), **_GPU_CHUNKS),
+    _case("gpu-chunks-all-rates-of-decay", _LONG, dims=(64, 128), decay=_ALL_RATES, **_GPU_CHUNKS),
+    _case("gpu-chunks-negative-eigenvalues", _LONG, dims=(64, 64), **_GPU_REFLECTING),
+    _case("gpu-chunks-channels", _GPU_MIXED, dims=(128, 64), decay=_ALL_RATES, by_channel=True, **_GPU_CHUNKS),
     _case("tpu-mixed", _TPU_MIXED, **_TPU, atol=1e-4),
     _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, **_BFLOAT16),
     _case("tpu-all-rates-of-decay", _LONG, **_TPU_SLOW, decay=_ALL_RATES, atol=1e-4),

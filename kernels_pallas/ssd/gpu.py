@@ -15,13 +15,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.decays import STRONGEST
+from kernels_pallas.decays import STRONGEST, STRONGEST_IN_BFLOAT16
 from kernels_pallas.gpu_rows import (
     GOES_ON,
     LOAD,
     STORE,
     block_columns,
     chunks_of,
+    clear,
     move,
     put_run,
     step_singles,
@@ -45,7 +46,6 @@ from kernels_pallas.spans import Spans
 
 Q = 64  # most tokens of a chunk, and rows of a matrix that the tensor cores multiply
 COLUMNS = 64  # of a state that a thread block takes
-STRONGEST_IN_BFLOAT16 = -30.0  # exp(-30) is nothing beside what bfloat16 products lose
 MOST_STATE_IN_PAIRS = 128  # rows of a state up to which shared memory has room for two chunks
 
 
@@ -271,13 +271,7 @@ class Kernel:
                 plgpu.barrier_wait(arrived.at[slot])
                 C_c, B_c, x_c = queries.at[slot], keys.at[slot], values.at[slot]
 
-                @pl.when(length < Q)
-                def _() -> None:  # what is not the chunk's may be NaN, and 0 * NaN is NaN
-                    for a in (B_c, x_c):
-                        inside = load(a, MATRIX)
-                        mine = index(inside.shape, 0) < length
-                        store(a, jnp.where(mine, inside, jnp.zeros_like(inside)))
-
+                clear(length, B_c, x_c)
                 by_row = partial(lax.broadcast_in_dim, shape=(Q, COLUMNS), broadcast_dimensions=(0,))
                 by_column = partial(lax.broadcast_in_dim, shape=(Q, Q), broadcast_dimensions=(1,))
                 x_w = load(x_c, MATRIX).astype(jnp.float32) * by_row(load(to_end.at[c, head], OF_ROWS))

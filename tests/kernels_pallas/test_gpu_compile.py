@@ -138,6 +138,7 @@ def test_the_probe_sees_a_copy() -> None:
 
 OF_ITS_OWN = [("ssd", "decode", 2), ("gated_delta", "decode", 2), ("causal_conv", "decode", 2)]
 OF_ITS_OWN += [("selective_scan", "decode", 2), ("selective_scan", "ragged", 2), ("ssd", "ragged", 3)]
+OF_ITS_OWN += [("gated_delta", "ragged", 4)]
 OF_ITS_OWN += [("paged_attention", "decode", 1), ("paged_attention", "ragged", 1)]
 
 

@@ -9,11 +9,14 @@ from importlib import import_module
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import test_contract
 
 from kernels_pallas import mosaic_gpu
 from kernels_pallas.target import Target
+from tests.kernels_pallas.simulator import simulated_gpu
 
 OPS = [op for op in test_contract.OPS if "gpu" in import_module(f"kernels_pallas.{op}").IMPLEMENTATIONS]
 
@@ -42,3 +45,26 @@ def _cases() -> list[Any]:
 def test_agrees_with_the_reference_and_has_no_races(op: str, spec: Any) -> None:
     test_contract.test_agrees_with_the_reference(op, spec, "gpu")
     assert not mosaic_gpu.races_seen()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("op", "name"), [("ssd", "gpu-mixed"), ("gated_delta", "gpu-chunks")])
+def test_a_sequence_of_nan_spoils_no_other(op: str, name: str) -> None:
+    """Its tokens lie in the last chunk of the one before it, past its end."""
+    module, specs = test_contract._load(op)
+    (*inputs, state, spans), kwargs = next(spec for spec in specs if spec.name == name).build(0)
+    spans, seq = replace(spans, target=simulated_gpu()), 2
+    first, end = (int(spans.query_start[n]) for n in (seq, seq + 1))
+    T = spans.token_seq.shape[0]
+    bad = [a.at[first:end].set(jnp.nan) if a.shape[0] == T else a for a in inputs]
+    outputs, states = zip(
+        *(getattr(module, op)(*some, state, spans, **kwargs, implementation="gpu") for some in (inputs, bad)),
+        strict=True,
+    )
+    assert np.all(np.isnan(outputs[1][first:end]))
+    others = np.delete(np.arange(T), np.arange(first, end))
+    np.testing.assert_array_equal(*(np.asarray(o, np.float32)[others] for o in outputs))
+    row = kwargs["base"] + int(spans.write_slot[seq])
+    snapshots = [kwargs["base"] + int(n) for n in np.asarray(spans.chunk_snapshot)[np.asarray(spans.chunk_seq) == seq]]
+    rows = np.delete(np.arange(len(state)), [row, *snapshots])
+    np.testing.assert_array_equal(*(np.asarray(h)[rows] for h in states))
