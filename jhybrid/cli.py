@@ -102,8 +102,8 @@ class Generate:
                 for completion in output.completions:
                     print(f"--- {prompt!r} [{completion.index}] {completion.error or completion.finish_reason}")
                     print(completion.text)
-            if any(completion.error for output in outputs for completion in output.completions):
-                raise JhybridError("not every prompt was answered")
+            if errors := [c.error for output in outputs for c in output.completions if c.error]:
+                raise JhybridError(f"not every prompt was answered: {errors[0]}")
 
 
 @dataclass(frozen=True)

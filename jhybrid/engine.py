@@ -452,7 +452,8 @@ class Engine:
             self.ledger.distrust(sequence)
             if sequence.hit is not None and not sequence.is_check:
                 self._guard.suspect(sequence.hit, sequence.request.cache_salt, sequence.token_ids)
-            return self._failure(sequence, StepError(f"the model's logits at position {at} are NaN or infinite"))
+            why = "are NaN or infinite; check the checkpoint's weights for such numbers, or use dtype float32"
+            return self._failure(sequence, StepError(f"the model's logits at position {at} {why}"))
         if sequence.prompt_logprobs is not None and not prompt_entries(item, result, start):
             return self._failure(sequence, StepError(f"log-probabilities of the prompt near {item.first_pos} are NaN"))
         loaded = self.scheduler.commit(item)

@@ -5,6 +5,7 @@ no UTF-8 becomes U+FFFD. So a stream of tokens decodes to the same text however 
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any, Protocol
 import tokenizers
 
 from jhybrid.errors import ConfigError
+from jhybrid.models.hf_config import TEXT_SECTIONS
+
+log = logging.getLogger("jhybrid")
 
 SHORT = 128
 """Characters up to which a text is encoded by the call that costs least; it stops all threads meanwhile."""
@@ -225,15 +229,22 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
     return None
 
 
-def read_eos_token_ids(directory: str | Path, tokenizer_eos: int | None = None) -> tuple[int, ...]:
-    """Every id that ends an answer: generation_config.json's, else config.json's, and the tokenizer's own."""
+def read_eos_token_ids(
+    directory: str | Path, tokenizer_eos: int | None = None, vocab_size: int | None = None
+) -> tuple[int, ...]:
+    """Every id that ends an answer: generation_config.json's, else config.json's, and the tokenizer's own.
+
+    Those that a model of `vocab_size` tokens cannot give are left out, with a warning.
+    """
     directory = Path(directory)
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         config = _read_json(directory / name) or {}
         value = config.get("eos_token_id")
-        if value is None and isinstance(config.get("text_config"), dict):
-            value = config["text_config"].get("eos_token_id")
+        for section in TEXT_SECTIONS:
+            if value is None and isinstance(config.get(section), dict):
+                config = config[section]
+                value = config.get("eos_token_id")
         if value is None:
             continue
         found = value if isinstance(value, list) else [value]
@@ -242,7 +253,15 @@ def read_eos_token_ids(directory: str | Path, tokenizer_eos: int | None = None) 
         break
     if tokenizer_eos is not None:
         found = [*found, tokenizer_eos]
-    return tuple(dict.fromkeys(found))
+    if beyond := [token for token in found if vocab_size is not None and token >= vocab_size]:
+        log.warning(
+            "%s: eos_token_id %s is none of the model's %d tokens, so no answer ends there; correct it in "
+            "generation_config.json, config.json or the tokenizer's files, or give stop_token_ids",
+            directory,
+            ", ".join(map(str, beyond)),
+            vocab_size,
+        )
+    return tuple(dict.fromkeys(token for token in found if token not in beyond))
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: Iterable[int], skip_special_tokens: bool) -> str:
@@ -315,7 +334,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise ConfigError(path.name, f"{path} is no JSON ({error}): it may be cut short; fetch it again") from error
     if not isinstance(value, dict):
         raise ConfigError(path.name, f"{path} holds a {type(value).__name__} where an object was expected")

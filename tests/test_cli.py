@@ -134,6 +134,6 @@ def test_a_model_that_is_not_there(run):
 
 
 def test_help_lists_the_commands():
-    done = subprocess.run([sys.executable, "-m", "jhybrid.cli", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "jhybrid", "--help"], capture_output=True, text=True, check=True)
     for command in cli.COMMANDS:
         assert command in done.stdout

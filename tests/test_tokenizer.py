@@ -125,6 +125,24 @@ def test_every_eos_id_is_found(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         load(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    for section in ("text_config", "llm_config"):
+        (tmp_path / "config.json").write_text(json.dumps({section: {"eos_token_id": 5}}))
+        assert read_eos_token_ids(tmp_path) == (5,)
+
+
+def test_eos_ids_that_the_model_does_not_have_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 99_999_999]}))
+    assert read_eos_token_ids(tmp_path, 64, 64) == (7,)
+    assert "eos_token_id 99999999, 64 is none of the model's 64 tokens" in caplog.text
+
+
+def test_files_nested_too_deeply_are_refused(tmp_path: Path):
+    write_files(tmp_path, byte_level_bpe())
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("[" * 200_000)
+        with pytest.raises(ConfigError, match=rf"^{name}: .*is no JSON"):
+            load(tmp_path)
 
 
 def test_templates_and_names_come_from_all_files(tmp_path: Path):

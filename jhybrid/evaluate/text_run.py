@@ -123,6 +123,6 @@ def prefix_token(vocab_size: int, tokenizer: Tokenizer, asked: int | None) -> in
             raise ConfigError("prefix_token_id", f"{asked} is not in [0, {vocab_size})")
         return asked
     for token in (tokenizer.bos_token_id, *tokenizer.eos_token_ids):
-        if token is not None:
+        if token is not None and token < vocab_size:
             return token
     raise ConfigError("prefix_token_id", "this model has neither BOS nor EOS; name a token to begin with")

@@ -26,6 +26,7 @@ LAYER_KINDS = {
     "moe": "moe",
 }
 
+TEXT_SECTIONS = ("text_config", "llm_config")  # in which models of several kinds of input have the text model's keys
 LONGEST_SHOWN = 200  # characters of a value in a message
 LARGEST_INTEGER = 2**31 - 1  # of a size: an axis of an array
 LARGEST_FLOAT = 3.4e38  # of float32

@@ -22,7 +22,7 @@ from jhybrid.layers.mlp import Mlp, mlp_names
 from jhybrid.layers.moe import Experts, ExpertsSpec, SigmoidRouter
 from jhybrid.layers.norm import RMSNorm
 from jhybrid.layers.vocabulary import vocabulary_names
-from jhybrid.models.hf_config import HfConfig
+from jhybrid.models.hf_config import TEXT_SECTIONS, HfConfig
 from jhybrid.weights.names import TensorName
 from kernels_pallas.spans import Spans
 
@@ -73,7 +73,7 @@ class NemotronHConfig:
     def from_hf(cls, raw: dict[str, Any]) -> "NemotronHConfig":
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
-        for wrapper in ("text_config", "llm_config"):  # of Nemotron 3 Omni, now and as published
+        for wrapper in TEXT_SECTIONS:  # of Nemotron 3 Omni, now and as published
             hf = hf.section(wrapper) if hf.has(wrapper) else hf
         kinds = _layer_kinds(hf)
         hidden, eps = hf.integer("hidden_size"), hf.number("layer_norm_epsilon", "rms_norm_eps", least=0.0)

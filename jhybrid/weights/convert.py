@@ -19,7 +19,7 @@ from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
 from jhybrid.layers.parameter import scale_of
 from jhybrid.models import abstract_params, family_for
-from jhybrid.models.hf_config import load_json
+from jhybrid.models.hf_config import TEXT_SECTIONS, load_json
 from jhybrid.weights.export import export_huggingface
 from jhybrid.weights.load import find_model, load_params, read_model
 from jhybrid.weights.names import TensorName
@@ -35,11 +35,15 @@ def convert(source: str, destination: Path, *, dtype: str = "auto", quantization
     """Write the model in `source` to `destination` in the other form; tokenizer and other files are copied.
 
     `dtype` auto is the checkpoint's own, float32 where its config.json has none of ours. The whole model passes through
-    the host's memory. Returns what was written. Raises ConfigError if the destination has a model, WeightsError
-    if the source cannot be read.
+    the host's memory. Returns what was written. Raises ConfigError if the destination has a model or is no directory,
+    WeightsError if the source cannot be read.
     """
     directory, native = find_model(source), is_orbax(find_model(source))
-    if destination.exists() and any(f.name == PARAMS_DIR or f.name.endswith(WEIGHTS) for f in destination.iterdir()):
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("destination", f"{destination} is no directory and cannot be made one: {error}") from error
+    if any(f.name == PARAMS_DIR or f.name.endswith(WEIGHTS) for f in destination.iterdir()):
         raise ConfigError("destination", f"{destination} has weights already; give an empty or new directory")
     raw = load_json(directory / "config.json")
     config = EngineConfig(model=source, dtype=_dtype(raw) if dtype == "auto" else dtype, quantization=quantization)
@@ -67,14 +71,14 @@ def convert(source: str, destination: Path, *, dtype: str = "auto", quantization
 
 def _dtype(raw: Mapping[str, Any]) -> str:
     """The dtype that a config.json gives, at its top or for its text model."""
-    sections = (raw, *(raw[key] for key in ("text_config", "llm_config") if isinstance(raw.get(key), dict)))
+    sections = (raw, *(raw[key] for key in TEXT_SECTIONS if isinstance(raw.get(key), dict)))
     given = next((s[key] for s in sections for key in ("dtype", "torch_dtype") if s.get(key)), "float32")
     return given if given in ("float32", "bfloat16") else "float32"
 
 
 def _without_scheme(raw: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in raw.items() if key not in ("quantization_config", "compression_config")}
-    for key in ("text_config", "llm_config"):
+    for key in TEXT_SECTIONS:
         if isinstance(kept.get(key), dict):
             kept[key] = _without_scheme(kept[key])
     return kept

@@ -176,7 +176,7 @@ def load_model(config: EngineConfig) -> Model:
         params=params,
         router=Router(parts),
         tokenizer=tokenizer,
-        eos_token_ids=frozenset(read_eos_token_ids(directory, own[0] if own else None)),
+        eos_token_ids=frozenset(read_eos_token_ids(directory, own[0] if own else None, model_config.vocab_size)),
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
         dtype=dtype,

@@ -21,6 +21,7 @@ from jhybrid.weights.quantised import VALUES, Kind, Numbers
 from jhybrid.weights.sharding import along_rows
 
 PARAMS_DIR = "params"
+OWN_FILES = ("manifest.ocdbt", "_METADATA")  # of a tree; one of them tells that it is, or was, a native checkpoint
 METADATA_FILE = "metadata.json"
 CONCURRENT_GB = 2  # arrays on their way from disk to the device at a time
 
@@ -28,7 +29,9 @@ CONCURRENT_GB = 2  # arrays on their way from disk to the device at a time
 def is_orbax(directory: str | Path) -> bool:
     """Whether `directory` is a native checkpoint."""
     directory = Path(directory)
-    return (directory / "config.json").is_file() and (directory / PARAMS_DIR / "manifest.ocdbt").is_file()
+    return (directory / "config.json").is_file() and any(
+        (directory / PARAMS_DIR / file).is_file() for file in OWN_FILES
+    )
 
 
 def save_orbax(
@@ -65,6 +68,8 @@ def load_orbax(
     tree cannot be read.
     """
     path = Path(directory).absolute() / PARAMS_DIR
+    if absent := [file for file in OWN_FILES if not (path / file).is_file()]:
+        raise WeightsError(f"{path}: lacks {absent[0]}, without which the arrays cannot be found; restore its files")
     wanted = dict(leaves(abstract_params))
     params: dict[Place, Any] = {}
     with _checkpointer() as checkpointer:

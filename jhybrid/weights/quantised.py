@@ -22,7 +22,7 @@ import numpy as np
 
 from jhybrid.errors import ConfigError
 from jhybrid.layers.parameter import scale_of
-from jhybrid.models.hf_config import HfConfig, load_json
+from jhybrid.models.hf_config import TEXT_SECTIONS, HfConfig, load_json
 from jhybrid.weights.places import Place, leaves, nest
 
 Kind = Literal["int8", "fp8"]
@@ -129,7 +129,7 @@ def read_quantisation(directory: str | Path) -> Scheme | None:
     """
     directory = Path(directory)
     hf = HfConfig(load_json(directory / "config.json"))
-    sections = [hf, *(hf.section(key) for key in ("text_config", "llm_config") if hf.has(key))]
+    sections = [hf, *(hf.section(key) for key in TEXT_SECTIONS if hf.has(key))]
     keys = ("quantization_config", "compression_config")
     found = [section.section(key) for section in sections for key in keys if section.has(key)]
     if not found and (directory / "hf_quant_config.json").exists():  # ModelOpt's older way
@@ -164,8 +164,9 @@ def _read_modelopt(scheme: HfConfig) -> Scheme:
 
 
 def _read_compressed_tensors(scheme: HfConfig) -> Scheme | None:
-    groups = [group for group in scheme.section("config_groups").raw.values() if isinstance(group, dict)]
-    weights = [HfConfig(group["weights"]) for group in groups if group.get("weights") is not None]
+    within = scheme.section("config_groups")
+    groups = [within.section(name) for name in within.raw]
+    weights = [group.section("weights") for group in groups if group.has("weights")]
     if not weights and scheme.has("kv_cache_scheme"):  # of the cache alone
         return None
     if not weights or any(w.raw != weights[0].raw for w in weights):
@@ -247,7 +248,7 @@ def _by_rows(*tensors: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
 def _block(scheme: HfConfig, key: str) -> tuple[int, int]:
     block = scheme.items(key)
     if len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise ConfigError(f"quantization_config.{key}", f"must be [rows, columns], got {block!r}")
+        raise ConfigError(scheme.named(key), f"must be [rows, columns], got {block!r}")
     return block[0], block[1]
 
 

@@ -169,7 +169,8 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a directory, all present, and the index's tensor -> file name (empty without one)."""
     if not directory.is_dir():
         raise WeightsError(f"{directory}: no such directory; give a local Hugging Face model directory")
-    if (directory / INDEX_FILE).is_file():
+    index, single = (_is_file(directory / name) for name in (INDEX_FILE, SINGLE_FILE))
+    if index:
         indexed = _read_index(directory / INDEX_FILE)
         files = [directory / name for name in sorted(set(indexed.values()))]
         absent = [f.name for f in files if not f.is_file()]
@@ -178,8 +179,13 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
                 f"{directory}: {len(absent)} of {len(files)} shard files listed in {INDEX_FILE} are missing: "
                 f"{_some(absent)}. Download them into this directory."
             )
+        if single and directory / SINGLE_FILE not in files:
+            raise WeightsError(
+                f"{directory}: has two sets of weights, {SINGLE_FILE} and the {len(files)} file(s) that {INDEX_FILE} "
+                "lists; which are meant cannot be known: take one set away"
+            )
         return files, indexed
-    if (directory / SINGLE_FILE).is_file():
+    if single:
         return [directory / SINGLE_FILE], {}
     if loose := sorted(f.name for f in directory.glob("*.safetensors")):
         raise WeightsError(
@@ -194,12 +200,21 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
     raise WeightsError(f"{directory}: no weights; expected {SINGLE_FILE} or {INDEX_FILE} and its shards")
 
 
+def _is_file(path: Path) -> bool:
+    """Whether a file is there. WeightsError if it is something else, or a link to nothing."""
+    if path.is_symlink() and not path.exists():
+        raise WeightsError(f"{path}: a link to {path.readlink()}, which is not there; download this file again")
+    if path.exists() and not path.is_file():
+        raise WeightsError(f"{path}: no file (a directory?); download this file again")
+    return path.exists()
+
+
 def _read_index(path: Path) -> dict[str, str]:
     """The `weight_map` of an index file."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         pairs = dict(weight_map)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(f"{path}: not an index with a weight_map ({error!r}); download it again") from error
     for tensor, name in pairs.items():
         if not isinstance(name, str) or Path(name).name != name:

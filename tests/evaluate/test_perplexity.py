@@ -66,6 +66,8 @@ def test_the_prefix_changes_the_first_window_alone():
 def test_prefix_token_is_bos_then_eos():
     tokenizer = LetterTokenizer()
     assert prefix_token(64, tokenizer, None) == BOS
+    with pytest.raises(ConfigError, match="neither BOS nor EOS"):
+        prefix_token(min(BOS, EOS), tokenizer, None)
     tokenizer.bos_token_id = None
     assert prefix_token(64, tokenizer, None) == EOS
     tokenizer.eos_token_ids = ()

@@ -53,6 +53,15 @@ def test_there_and_back(tmp_path, model):
         convert(str(native), back)
 
 
+def test_a_destination_that_is_no_directory_is_refused(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("")
+    link.symlink_to("gone")
+    for destination in (file, file / "sub", link):
+        with pytest.raises(ConfigError, match=r"^destination: .*is no directory and cannot be made one"):
+            convert(str(GOLDEN / "llama"), destination)
+
+
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_quantised_stays_so(tmp_path, model, kind):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jhybrid.errors import WeightsError
-from jhybrid.weights.orbax import PARAMS_DIR, is_orbax, load_orbax, save_orbax
+from jhybrid.weights.orbax import OWN_FILES, PARAMS_DIR, is_orbax, load_orbax, save_orbax
 
 CONFIG = {"model_type": "nemotron_h", "hidden_size": 4}
 
@@ -75,6 +75,16 @@ def test_a_damaged_tree_is_refused(tmp_path):
     for file in files:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(WeightsError, match="cannot be read"):
+        load_orbax(tmp_path, abstract(params))
+
+
+@pytest.mark.parametrize("file", OWN_FILES)
+def test_an_incomplete_tree_says_what_is_missing(tmp_path, file):
+    params = {"a": jnp.ones(2)}
+    save_orbax(tmp_path, {}, params, {})
+    (tmp_path / PARAMS_DIR / file).unlink()
+    assert is_orbax(tmp_path)
+    with pytest.raises(WeightsError, match=f"lacks {file}"):
         load_orbax(tmp_path, abstract(params))
 
 

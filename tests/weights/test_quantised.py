@@ -265,6 +265,29 @@ def test_other_kinds_of_compressed_tensors_are_refused(tmp_path, change, said):
         read_quantisation(written(tmp_path, scheme))
 
 
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ([1], r"config_groups\.a: must be an object"),
+        ({"weights": [1]}, r"config_groups\.a\.weights: must be an object, got \[1\]"),
+        ({"weights": "W8"}, r"config_groups\.a\.weights: must be an object, got 'W8'"),
+        ({"weights": {"type": "int"}}, r"config_groups\.a\.weights\.num_bits: .*lacks this key"),
+        (
+            {"weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 0}},
+            r"config_groups\.a\.weights\.group_size: must be at least 1",
+        ),
+        (
+            {"weights": {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": [8]}},
+            r"config_groups\.a\.weights\.block_structure: must be \[rows, columns\]",
+        ),
+    ],
+)
+def test_faults_of_compressed_tensors_are_named_by_their_path(tmp_path, group, said):
+    scheme = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": group}}
+    with pytest.raises(ConfigError, match=rf"^quantization_config\.{said}"):
+        read_quantisation(written(tmp_path, scheme))
+
+
 def written(directory: Path, scheme: dict, **config: object) -> Path:
     (directory / "config.json").write_text(json.dumps({"quantization_config": scheme, **config}))
     return directory

@@ -214,6 +214,7 @@ def test_lfs_pointer_is_recognised(tmp_path):
     [
         ("{", "not an index"),
         ("[]", "not an index"),
+        ("[" * 200_000, "not an index"),
         ("{}", "not an index with a weight_map (KeyError('weight_map'))"),
         ('{"weight_map": {}}', "its weight_map is empty"),
         ('{"weight_map": {"a": "../b"}}', "a is said to be in '../b', which is no file name"),
@@ -239,6 +240,25 @@ def test_broken_index_is_named(tmp_path, index, said):
 def test_directory_without_safetensors_says_what_to_do(tmp_path, present, said):
     (tmp_path / present).write_bytes(b"")
     assert said in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_file_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    assert f"{name}: no file" in refusal(tmp_path)
+    (tmp_path / name).rmdir()
+    (tmp_path / name).symlink_to("gone")
+    assert f"{name}: a link to gone, which is not there" in refusal(tmp_path)
+
+
+def test_two_sets_of_weights_are_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    assert "two sets of weights, model.safetensors and the 1 file(s) that model.safetensors.index" in refusal(tmp_path)
+    index.write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert "two sets" not in refusal(tmp_path)
 
 
 def test_absent_directory_is_named(tmp_path):

@@ -1,0 +1,5 @@
+"""`python -m jhybrid`."""
+
+from jhybrid.cli import main
+
+main()
