@@ -239,10 +239,13 @@ class Desk:
 
         return await self.bridge.aside(decode)
 
-    async def chat_prompt(self, /, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
-        """The prompt text of a conversation; encode it without special tokens, which the template writes itself."""
+    async def chat_prompt(self, rendering: Callable[[], dict[str, Any]]) -> str:
+        """The prompt text of a conversation; encode it without special tokens, which the template writes itself.
+
+        `rendering` says what the template is given; it is called away from the event loop, too.
+        """
         template = _template_of(self.tokenizer("messages"))
-        return await asyncio.to_thread(template.render, messages, **variables)
+        return await asyncio.to_thread(lambda: template.render(**rendering()))
 
     async def status(self) -> dict:
         """The engine's status. StuckError if its thread does not come to answer."""

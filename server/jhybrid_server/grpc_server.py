@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import grpc
@@ -71,7 +72,7 @@ class InferenceService(services.InferenceServiceServicer):
                     self._desk.check_open()
                     chat = await asyncio.to_thread(conversation_of, request)
                     names |= chat.grammar_names
-                    prompt = await self._desk.chat_prompt(**rendering(chat))
+                    prompt = await self._desk.chat_prompt(partial(rendering, chat))
                     talk = chat.talk(self._desk.dialect, self._desk.tokenizer("messages"), prompt)
                     asked = wire.chat_request_from_wire(request, prompt)
                     asked = replace(asked, sampling=await asyncio.to_thread(talk.bind, asked.sampling))

@@ -5,6 +5,7 @@ import contextlib
 import socket
 import uuid
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
@@ -87,7 +88,7 @@ class Endpoints:
             body = await read(request, ChatBody)
             body.check()
             self._desk.check_model(body.model)
-            prompt = await self._desk.chat_prompt(**rendering(body))
+            prompt = await self._desk.chat_prompt(partial(rendering, body))
             talk = body.talk(self._desk.dialect, self._desk.tokenizer("messages"), prompt)
             requests = [await asyncio.to_thread(body.request, name, prompt, talk)]
         return Answering(self._desk, body, name, requests, lambda call: ChatAnswers(body, call, talk))
@@ -111,7 +112,7 @@ class Endpoints:
             assert body.prompt is not None
             tokens = await self._desk.tokenize(body.prompt, body.add_special_tokens is not False, "prompt")
         else:
-            prompt = await self._desk.chat_prompt(**rendering(body))
+            prompt = await self._desk.chat_prompt(partial(rendering, body))
             tokens = await self._desk.tokenize(prompt, add_special_tokens=False, field="messages")
         limit = self._desk.bridge.engine.model_info()["max_model_len"]
         return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
