@@ -168,26 +168,30 @@ def print_inspection(facts: dict[str, Any], console: Console) -> None:
 def print_fit(fit: dict[str, Any], console: Console) -> None:
     """A report of `Fit` as tables."""
     columns = "step", "scratch", "updated in place", "kernels", "compiled in s"
-    estimated = ("cycles", "of kernels", "ms") if "cycles" in fit["steps"][0] else ()
-    steps = Table(*columns, *estimated, title=f"Steps compiled for {fit['site']}")
+    steps = Table(*columns, title=f"Steps compiled for {fit['site']}")
+    steps.columns[0].no_wrap, steps.columns[3].overflow = True, "fold"  # names are told whole
     for step in fit["steps"]:
         kernels = ", ".join(f"{count} {op}" for op, count in step["kernels"].items())
-        row = [step["bucket"], f"{step['scratch']:,}", f"{step['updated_in_place']:,}", kernels]
-        row.append(f"{step['seconds']:.0f}")
-        if estimated:
-            spent = step["cycles"]
-            row += [f"{spent['least']:,} to {spent['most']:,}", f"{spent['kernels']:,}"]
-            row.append(f"{step['milliseconds_at_least']:.2f}")
-        steps.add_row(*row)
+        sizes = f"{step['scratch']:,}", f"{step['updated_in_place']:,}"
+        steps.add_row(step["bucket"], *sizes, kernels, f"{step['seconds']:.0f}")
     console.print(steps)
-    if estimated:
-        console.print(
-            "Cycles are the compiler's estimates of its own instructions (without and with branches and a turn of each "
-            "loop) and floors of the kernels; attention's pages and transfers between devices are not counted. "
-            "ms: the least of both together, at the chip's clock."
-        )
+    if "cycles" in fit["steps"][0]:
+        _print_cycles(fit, console)
     memory = Table("kind", "amount", title=f"Memory plan for each device of {fit['site']}, the steps' scratch included")
     for kind, amount in fit["memory"].items():
         memory.add_row(kind, f"{amount:,}")
     console.print(memory)
     console.print(f"{fit['fits']['sequences']:,} sequences at once; pages for {fit['fits']['tokens']:,} tokens")
+
+
+def _print_cycles(fit: dict[str, Any], console: Console) -> None:
+    table = Table("step", "at least", "at most", "of kernels", "ms at least", title=f"Cycles on {fit['site']}")
+    for step in fit["steps"]:
+        spent = step["cycles"]
+        figures = (f"{spent[name]:,}" for name in ("least", "most", "kernels"))
+        table.add_row(step["bucket"], *figures, f"{step['milliseconds_at_least']:.2f}")
+    console.print(table)
+    console.print(
+        "The compiler's estimates of its own instructions, without and with branches and one turn of each loop, and "
+        "floors of the kernels; attention's pages and transfers between devices are not counted."
+    )

@@ -87,8 +87,8 @@ def test_a_fit_shows_the_cycles_of_each_step_where_they_are_known(chip: str | No
         cycles = {"least": 12345, "most": 67890, "kernels": 1111}
         step |= {"cycles": cycles, "milliseconds_at_least": 0.0077}
     fit = {"site": "v6e:1x1", "steps": [step], "memory": {"weights": 9}, "fits": {"sequences": 4, "tokens": 64}}
-    console = Console(width=200, record=True)
+    console = Console(width=80, record=True)
     print_fit(fit, console)
     shown = console.export_text()
     assert "6 ssd" in shown
-    assert ("12,345 to 67,890" in shown, "1,111" in shown, "0.01" in shown) == (chip is not None,) * 3
+    assert tuple(figure in shown for figure in ("12,345", "67,890", "1,111", "0.01")) == (chip is not None,) * 4
