@@ -3,6 +3,7 @@
 Usage: python engine_on_mesh.py MODEL SHARDS [OPTIONS as JSON]; the number of devices is set by XLA_FLAGS.
 """
 
+import dataclasses
 import json
 import re
 import sys
@@ -18,11 +19,12 @@ SIZES = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "
 
 def answers(config: EngineConfig) -> tuple[list[Output], dict[str, int], list[str]]:
     """With the bytes that are held, and the dimensions of what the steps gather from all devices."""
-    sampling = SamplingParams(max_tokens=8, temperature=0.8, seed=3, logprobs=3, prompt_logprobs=1)
-    lengths = (5, 30, 40)
+    plain = SamplingParams(max_tokens=8, temperature=0.8, seed=3, logprobs=3)
+    scored = dataclasses.replace(plain, prompt_logprobs=1)  # for which no prefix is taken from the cache
+    prompts = [list(range(1, n)) for n in (5, 30, 40)]
     with Engine(config) as engine:
-        requests = [Request(prompt_token_ids=list(range(1, n)), sampling=sampling) for n in lengths]
-        outputs = engine.generate(requests) + engine.generate(requests)
+        outputs = engine.generate([Request(prompt_token_ids=prompt, sampling=scored) for prompt in prompts])
+        outputs += engine.generate([Request(prompt_token_ids=prompt, sampling=plain) for prompt in prompts])
         assert engine.compilations_after_ready == 0
         text = "".join(program.as_text() for program in engine.runner._programs.steps.values())
         gathered = set(re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", text))
@@ -39,7 +41,8 @@ def main(model: str, shards: int, options: dict[str, Any]) -> None:
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert [token for token, _ in mine] == [token for token, _ in other]
             np.testing.assert_allclose([p for _, p in mine], [p for _, p in other], rtol=0, atol=1e-4)
-        for mine, other in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
+        of_prompts = ((output.prompt_logprobs or [])[1:] for output in (ours, theirs))
+        for mine, other in zip(*of_prompts, strict=True):
             np.testing.assert_allclose(mine[0][1], other[0][1], rtol=0, atol=1e-4)
     cached = [o.cached_tokens for o in spread]
     print(json.dumps({"alone": memory, "shared": shared, "cached_tokens": cached, "gathered": gathered}))
