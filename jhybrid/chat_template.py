@@ -1,27 +1,21 @@
 """ChatTemplate: a conversation as the prompt text that its model was trained on.
 
-Templates come with checkpoints and are not trusted: they run in Jinja's sandbox, with a bound on
-ranges (Jinja's own) and on the output.
+Templates come with checkpoints and are not trusted: they run in a sandbox, with bounds on what they do and make.
 """
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import jinja2.utils
+from jinja2.exceptions import SecurityError
 
 from jhybrid.errors import ConfigError, RequestError
-from jhybrid.tokenizer import Tokenizer
+from jhybrid.template_sandbox import Sandbox, compiled, fill_budget
+from jhybrid.tokenizer import Tokenizer, well_formed
 
 MAX_OUTPUT_CHARS = 16 * 2**20
 MAX_MESSAGES = 10_000
+MAX_ERROR_CHARS = 1000
 
 
 class ChatTemplate:
@@ -30,18 +24,20 @@ class ChatTemplate:
     def __init__(self, templates: dict[str, str], named_tokens: dict[str, str]):
         """`templates` by name (`default`, perhaps `tool_use`), `named_tokens` such as `bos_token`.
 
-        Raises ConfigError if a template is no valid Jinja.
+        Raises ConfigError if a template does not compile.
         """
         self._named_tokens = named_tokens
-        environment = _environment()
+        environment = Sandbox()
         self._compiled: dict[str, jinja2.Template] = {}
         for name, source in templates.items():
             try:
-                self._compiled[name] = environment.from_string(source)
+                self._compiled[name] = compiled(environment, source)
             except jinja2.TemplateSyntaxError as error:
                 raise ConfigError(
-                    "chat_template", f"template {name!r} is no valid Jinja: line {error.lineno}: {error.message}"
+                    "chat_template", f"template {name!r} is no valid Jinja: line {error.lineno}: {_brief(error)}"
                 ) from error
+            except Exception as error:  # Python's compiler, too, refuses what nests too deep
+                raise ConfigError("chat_template", f"template {name!r} does not compile: {_brief(error)}") from error
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -59,7 +55,7 @@ class ChatTemplate:
         """Prompt text of `messages`; encode it with `add_special_tokens=False`, as the template writes BOS itself.
 
         `variables` reach the template as they are (`enable_thinking`, `documents`). Raises RequestError naming the
-        field for messages that are malformed or that the template refuses.
+        field: messages that are malformed or that the template refuses, or a template that does what it may not.
         """
         _check(messages, tools)
         name = "tool_use" if tools and "tool_use" in self._compiled else "default"
@@ -72,15 +68,25 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
+        fill_budget()
         try:
-            return _bounded(self._compiled[name].generate(values))
+            return well_formed(_bounded(self._compiled[name].generate(values)))
         except RequestError:
             raise
+        except (SecurityError, RecursionError, MemoryError) as error:
+            message = f"the model's template {name!r} was stopped: {_brief(error)}; use another, or send less"
+            raise RequestError("chat_template", message) from error
         except jinja2.TemplateError as error:
-            raise RequestError("messages", f"the chat template refused them: {error}") from error
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise RequestError("messages", f"the chat template failed ({cause}); check roles and content") from error
+            raise RequestError("messages", f"the chat template refused them: {_brief(error)}") from error
+        except Exception as error:  # a template is code, which can fail in any way
+            message = f"the chat template failed ({_brief(error)}); check roles and content"
+            raise RequestError("messages", message) from error
+
+
+def _brief(error: Exception) -> str:
+    """What an error says, of which a template may have made any amount."""
+    text = f"{error}" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    return well_formed(text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "...")
 
 
 def _bounded(pieces: Iterable[str]) -> str:
@@ -106,56 +112,3 @@ def _check(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] |
     for i, tool in enumerate(tools or ()):
         if not isinstance(tool, dict):
             raise RequestError(f"tools[{i}]", f"must be an object, got {type(tool).__name__}")
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore, which reach into Python."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"name {name!r} begins with an underscore")
-        super().__setitem__(name, value)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own form
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The functions and options that templates of the Hugging Face hub are written against."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    functions: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-        "namespace": _Namespace,
-    }
-    environment.globals.update(functions)
-    environment.filters["tojson"] = _to_json  # Jinja's own escapes HTML, which prompts must not
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

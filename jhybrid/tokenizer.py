@@ -21,6 +21,8 @@ log = logging.getLogger("jhybrid")
 SHORT = 128
 """Characters up to which a text is encoded by the call that costs least; it stops all threads meanwhile."""
 
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of a model with a file for each named template
+
 
 class Tokenizer(Protocol):
     """What the engine asks of a tokenizer, whichever kind it is."""
@@ -78,7 +80,7 @@ class ByteTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = []
-        for piece in self._pattern.split(_well_formed(text)):
+        for piece in self._pattern.split(well_formed(text)):
             special = self.special_tokens.get(piece)
             ids.extend(piece.encode()) if special is None else ids.append(special)
         return with_prefix([256] if self.add_bos and add_special_tokens else [], ids)
@@ -148,7 +150,7 @@ class HuggingFaceTokenizer:
         self._bytes: dict[tuple[int, bool], bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        text = _well_formed(text)
+        text = well_formed(text)
         if len(text) > SHORT:
             ids = self._native.encode_batch_fast([text], add_special_tokens=False)[0].ids
         else:
@@ -309,15 +311,31 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name: those in tokenizer_config.json, overruled by template files of their own."""
     given = config.get("chat_template")
-    if isinstance(given, list):
-        templates = {entry["name"]: entry["template"] for entry in given}
-    else:
-        templates = {"default": given} if isinstance(given, str) else {}
+    templates: dict[str, str] = {}
+    for i, entry in enumerate(given if isinstance(given, list) else []):
+        for key in ("name", "template"):
+            if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
+                raise ConfigError(
+                    "tokenizer_config.json",
+                    f"chat_template[{i}] is {_shown(entry)}; it must be an object with a text as {key!r}",
+                )
+        templates[entry["name"]] = entry["template"]
+    if isinstance(given, str):
+        templates["default"] = given
+    elif given is not None and not isinstance(given, list):
+        raise ConfigError(
+            "tokenizer_config.json", f"chat_template is {_shown(given)}; it must be a text or a list of named ones"
+        )
     if (directory / "chat_template.jinja").exists():
         templates["default"] = _read_text(directory / "chat_template.jinja")
-    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+    for path in sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja")):
         templates[path.stem] = _read_text(path)
     return templates
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def _read_text(path: Path) -> str:
@@ -341,6 +359,6 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     return value
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     """`text` with U+FFFD for lone surrogates, which JSON can carry and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

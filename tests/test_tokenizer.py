@@ -1,6 +1,7 @@
 """Tokenizers: ids and text agree with the `tokenizers` library, and special tokens with the configuration files."""
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -154,6 +155,27 @@ def test_templates_and_names_come_from_all_files(tmp_path: Path):
     tokenizer = load(tmp_path)
     assert tokenizer.chat_templates == {"default": "new", "tool_use": "tools"}
     assert tokenizer.named_tokens == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            [{"name": "default"}],
+            'chat_template[0] is {"name": "default"}; it must be an object with a text as \'template\'',
+        ),
+        (
+            [{"name": "a", "template": "b"}, "x"],
+            "chat_template[1] is \"x\"; it must be an object with a text as 'name'",
+        ),
+        (5, "chat_template is 5; it must be a text"),
+        ({"default": "x"}, 'chat_template is {"default": "x"}; it must be a text'),
+    ],
+)
+def test_a_chat_template_of_another_form_is_refused(tmp_path: Path, given: object, message: str):
+    write_files(tmp_path, byte_level_bpe(), chat_template=given)
+    with pytest.raises(ConfigError, match=re.escape(f"tokenizer_config.json: {message}")):
+        load(tmp_path)
 
 
 def test_bytes_of_single_tokens(tmp_path: Path):

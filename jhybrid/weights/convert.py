@@ -20,6 +20,7 @@ from jhybrid.errors import ConfigError
 from jhybrid.layers.parameter import scale_of
 from jhybrid.models import abstract_params, family_for
 from jhybrid.models.hf_config import TEXT_SECTIONS, load_json
+from jhybrid.tokenizer import ADDITIONAL_TEMPLATES
 from jhybrid.weights.export import export_huggingface
 from jhybrid.weights.load import find_model, load_params, read_model
 from jhybrid.weights.names import TensorName
@@ -60,6 +61,8 @@ def convert(source: str, destination: Path, *, dtype: str = "auto", quantization
     for file in directory.iterdir():
         if file.is_file() and file.name not in OWN and not file.name.endswith(WEIGHTS):
             shutil.copy(file, destination / file.name)
+    if (directory / ADDITIONAL_TEMPLATES).is_dir():
+        shutil.copytree(directory / ADDITIONAL_TEMPLATES, destination / ADDITIONAL_TEMPLATES, dirs_exist_ok=True)
     return {
         "form": "huggingface" if native else "orbax",
         "dtype": used,

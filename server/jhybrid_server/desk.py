@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from jhybrid.chat_template import ChatTemplate
-from jhybrid.errors import JhybridError, RequestError, StepError
+from jhybrid.errors import ConfigError, JhybridError, RequestError, StepError
 from jhybrid.request import Delta, Request
 from jhybrid.tokenizer import Tokenizer
 from jhybrid_server.bridge import Bridge, NotReadyError, Result, ServedEngine, Stream, StuckError
@@ -244,8 +244,15 @@ class Desk:
 
         `rendering` says what the template is given; it is called away from the event loop, too.
         """
-        template = _template_of(self.tokenizer("messages"))
-        return await asyncio.to_thread(lambda: template.render(**rendering()))
+        tokenizer = self.tokenizer("messages")
+
+        def render() -> str:
+            template = _template_of(tokenizer)
+            if isinstance(template, ConfigError):
+                raise RequestError(template.field, f"{template.args[1]}; send a plain prompt") from template
+            return template.render(**rendering())
+
+        return await asyncio.to_thread(render)
 
     async def status(self) -> dict:
         """The engine's status. StuckError if its thread does not come to answer."""
@@ -290,5 +297,9 @@ class Desk:
 
 
 @functools.lru_cache(maxsize=4)
-def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    return ChatTemplate.of(tokenizer)
+def _template_of(tokenizer: Tokenizer) -> ChatTemplate | ConfigError:
+    """What is wrong with a model's template is kept as well, as finding it out takes a while."""
+    try:
+        return ChatTemplate.of(tokenizer)
+    except ConfigError as error:
+        return error

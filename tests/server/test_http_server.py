@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from jhybrid import template_sandbox
 from jhybrid.errors import ConfigError, RequestError
+from jhybrid.request import SamplingParams
 from jhybrid.tokenizer import ByteTokenizer
 from jhybrid_server import connections, http_server
 from jhybrid_server.http_server import HttpServer
@@ -49,6 +51,34 @@ def chat(served: Served, **body: object) -> Reply:
 
 def idle(engine: FakeEngine) -> bool:
     return not engine.running and not engine.waiting
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{% for m in messages %}",
+    ],
+)
+def test_a_template_that_costs_too_much_or_is_broken_is_a_bad_request(
+    served: Served, engine: FakeEngine, template: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 3_000_000)
+    engine.tokenizer = ByteTokenizer(263, chat_template=template)
+    replies: list[Reply] = []
+    asking = [threading.Thread(target=lambda: replies.append(chat(served, max_tokens=1))) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    assert complete(served, max_tokens=5).status == 200
+    for thread in asking:
+        thread.join()
+    errors = [reply.json["error"] for reply in replies]
+    assert [reply.status for reply in replies] == [400, 400] and errors[0] == errors[1]
+    assert errors[0]["param"] == "chat_template" and "template 'default'" in errors[0]["message"]
+    with pytest.raises(RequestError, match="chat_template: ") as refused:
+        list(served.client.chat(HELLO, SamplingParams(max_tokens=1)))
+    assert refused.value.field == "chat_template"
 
 
 def test_completion(served: Served):

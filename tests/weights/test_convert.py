@@ -1,6 +1,7 @@
 """`jhybrid convert`: there and back gives the same numbers, quantised or not; both forms load to the same."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,13 +41,18 @@ def equal(left: dict, right: dict) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_there_and_back(tmp_path, model):
-    source, native, back = GOLDEN / model, tmp_path / "native", tmp_path / "back"
+    source, native, back = tmp_path / "source", tmp_path / "native", tmp_path / "back"
+    shutil.copytree(GOLDEN / model, source, copy_function=shutil.copyfile)
+    named = Path("additional_chat_templates", "tool_use.jinja")
+    (source / named).parent.mkdir()
+    (source / named).write_text("{{ tools }}")
     facts = convert(str(source), native)
     assert facts["form"] == "orbax" and facts["quantization"] is None and is_orbax(native)
     equal(params_of(native), params_of(source))
     assert convert(str(native), back)["form"] == "huggingface"
     original, written = (load_file(d / "model.safetensors") for d in (source, back))
     assert original.keys() == written.keys()
+    assert (native / named).read_text() == (back / named).read_text() == "{{ tools }}"
     for name, tensor in original.items():
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)
     with pytest.raises(ConfigError, match="has weights already"):
