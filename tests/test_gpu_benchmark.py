@@ -61,6 +61,17 @@ def test_checks_see_a_wrong_state(gpu, run, monkeypatch) -> None:
         gpu.check(run, "ssd", spec, "wrong")
 
 
+def test_a_form_that_cannot_even_be_traced_fails_its_own_checks_alone(gpu, run, monkeypatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise TypeError("another JAX")
+
+    monkeypatch.setattr(gpu, "OPS", ("ssd",))
+    monkeypatch.setitem(IMPLEMENTATIONS, "gpu", broken)
+    monkeypatch.delitem(IMPLEMENTATIONS, "parallel")
+    name, needs, work = next(gpu.checks(run))
+    assert run.attempt(name, needs, work)["failed"] == "TypeError: another JAX"
+
+
 @pytest.mark.slow
 def test_every_section_runs_at_small_sizes(gpu, run) -> None:
     found = gpu.run_all(run)
