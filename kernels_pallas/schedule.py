@@ -174,6 +174,9 @@ def _scan_cases(chip: Chip) -> list[Case]:
 
 
 HEADS = (32, 8, 128)
+JAX_PREFILL = {"v5e": (16, 64)}
+"""Pages and queries of a block with which JAX's kernel has the fewest bundles for a prompt, of those tried; on other
+chips 8 and 128."""
 CONTEXT, PAGE = 4096, 64
 
 
@@ -227,7 +230,7 @@ def _attention_cases(chip: Chip) -> list[Case]:
         cases.append(_attention(chip, "attention_prefill" + ends, [tokens], 0, tile, held=held))
     for name, lens, at, floor, (pages, queries) in (
         ("attention_decode" + PUBLIC, [1] * seqs, first, decode, (16, 16)),
-        ("attention_prefill" + PUBLIC, [tokens], 0, prefill, (8, 128)),
+        ("attention_prefill" + PUBLIC, [tokens], 0, prefill, JAX_PREFILL.get(chip.name, (8, 128))),
     ):
         blocks = -(-(at + lens[0]) // (pages * PAGE))  # all of a sequence's, masked or not
         work = Work(sum(lens) // queries, *floor, trips=[min(len(lens), queries), blocks])

@@ -91,7 +91,7 @@ ENGINES = [
     ("nemotron_h_moe", 2, PREFIXES),
     ("nemotron_h_moe", 4, {"quantization": "int8"}),
     ("granite_rope", 3, TIERS),
-    ("granite_rope", 6, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ("llama", 2, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     ("qwen3_next", 3, PREFIXES),
 ]
 
