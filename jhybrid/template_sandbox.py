@@ -19,12 +19,13 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-import jinja2.visitor
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace, pass_eval_context
+
+from jhybrid.template_charges import CHARS_PER_STEP, Charging
 
 MAX_SOURCE_CHARS = 256 * 2**10
 MAX_STEPS = 20_000_000  # of one rendering; a second or two
@@ -33,7 +34,6 @@ MAX_ELEMENTS = 2**20
 MAX_RANGE = 100_000
 MAX_DEPTH = 200
 MAX_BITS = 10_000  # of an integer; Python writes no more than 14,000
-CHARS_PER_STEP = 8  # so that all values of a rendering together have 160 million characters at most
 
 
 class _Budget(threading.local):
@@ -53,7 +53,7 @@ def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
     """The template of `source`; `fill_budget` before each rendering. Raises what Jinja and Python raise."""
     if len(source) > MAX_SOURCE_CHARS:
         raise BoundError(f"it has {len(source)} characters, at most {MAX_SOURCE_CHARS} are read")
-    tree = _Charging().visit(environment.parse(source))
+    tree = Charging().visit(environment.parse(source))
     tree.set_environment(environment)
     return environment.template_class.from_code(environment, environment.compile(tree), environment.make_globals(None))
 
@@ -81,8 +81,12 @@ def _fits(chars: int) -> None:
 def _make(chars: int) -> None:
     """Charge a text before it is made, or at once after."""
     if chars >= CHARS_PER_STEP:  # shorter ones are charged as what the template has to make them
-        _fits(chars)
-        _spend(chars // CHARS_PER_STEP)
+        if chars > MAX_VALUE_CHARS:
+            _fits(chars)
+        left = _budget.left
+        left[0] -= chars // CHARS_PER_STEP
+        if left[0] < 0:
+            _spend(0)
 
 
 def _list(elements: int) -> None:
@@ -480,6 +484,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 return left + right
             if isinstance(left, list | tuple) and isinstance(right, list | tuple):
                 _list(len(left) + len(right))
+                return self.binop_table["+"](left, right)
         elif operator == "*":
             for some, times in ((left, right), (right, left)):
                 if isinstance(some, str | list | tuple) and isinstance(times, int):
@@ -502,80 +507,3 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-_REFUSED = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.ScopedEvalContextModifier)
-
-
-class _Charging(jinja2.visitor.NodeTransformer):
-    """Puts the charges and the operations above into a parsed template."""
-
-    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        if isinstance(node, _REFUSED):
-            raise jinja2.TemplateSyntaxError(f"{type(node).__name__} is nothing for chat templates", node.lineno)
-        return super().generic_visit(node, *args, **kwargs)
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        if node.test is not None:  # charged where it is true and where it is not
-            node.test = nodes.And(nodes.Not(_charging([node.test], node.lineno)), node.test)
-        return self._charge(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._charge(self.generic_visit(node))
-
-    visit_CallBlock = visit_Macro
-
-    def _charge(self, node: Any) -> nodes.Node:
-        node.body.insert(0, nodes.ExprStmt(_charging(node.body, node.lineno), lineno=node.lineno))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "concat")
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        if not isinstance(node.arg, nodes.Slice):
-            return node
-        at = [part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)]
-        return _filter(node.node, "slice", *at)
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        self.generic_visit(node)
-        node.key = _comparable(node.key)
-        return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
-        asked = [operand.op for operand in node.ops]
-        if "in" in asked or "notin" in asked:
-            if len(asked) > 1:
-                raise jinja2.TemplateSyntaxError("`in` within a chain of comparisons", node.lineno)
-            found = _filter(node.expr, "contains", node.ops[0].expr)
-            return found if asked == ["in"] else nodes.Not(found, lineno=node.lineno)
-        if len(asked) == 1 and isinstance(node.ops[0].expr, nodes.Const):
-            return node  # takes no longer than the constant is
-        node.expr = _comparable(node.expr)
-        for operand in node.ops:
-            operand.expr = _comparable(operand.expr)
-        return node
-
-
-def _filter(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
-
-
-def _comparable(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _filter(node, "comparable")
-
-
-def _charging(body: Iterable[nodes.Node], lineno: int) -> nodes.Filter:
-    """The charge for running `body` once, at most; loops and macros in it are charged for their own bodies."""
-    steps, rest = 1, list(body)
-    while rest:
-        node = rest.pop()
-        steps += 1 + (len(node.data) // CHARS_PER_STEP if isinstance(node, nodes.TemplateData) else 0)
-        own_body = isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
-        rest.extend(node.iter_child_nodes(exclude=("body",) if own_body else None))
-    return _filter(nodes.Const(steps, lineno=lineno), "charge")

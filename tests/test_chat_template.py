@@ -191,9 +191,10 @@ def test_a_template_that_does_too_much_is_stopped(kind: str, monkeypatch: pytest
     assert time.thread_time() - began < 5 and len(str(caught.value)) < 1200
 
 
-def test_what_is_left_of_a_budget_does_not_count():
+def test_what_is_left_of_a_budget_does_not_count(monkeypatch: pytest.MonkeyPatch):
     costly = template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    with pytest.raises(RequestError, match="steps"):
+    with monkeypatch.context() as patched, pytest.raises(RequestError, match="steps"):
+        patched.setattr(template_sandbox, "MAX_STEPS", 1_000_000)
         costly.render([USER])
     assert template(CHATML).render(TURNS) == template(CHATML).render(TURNS)
     many = [USER, {"role": "assistant", "content": "words " * 100}] * 5000
