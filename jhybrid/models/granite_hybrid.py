@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
-from jhybrid.errors import ConfigError
 from jhybrid.layers.attention import Attention, AttentionSpec, attention_names
 from jhybrid.layers.decoder import Decoder
 from jhybrid.layers.linear import out_std
@@ -55,10 +54,8 @@ class GraniteHybridConfig:
         """Read a config.json. Raises ConfigError naming the key that is missing, unknown or contradictory."""
         hf = HfConfig(raw)
         hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
-        kinds = hf.layer_kinds("layer_types", "layers_block_type", allowed=("mamba", "attention"))
-        if len(kinds) != hf.integer("num_hidden_layers"):
-            layers = hf.raw["num_hidden_layers"]
-            raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
+        layers, allowed = hf.integer("num_hidden_layers"), ("mamba", "attention")
+        kinds = hf.layer_kinds("layer_types", "layers_block_type", allowed=allowed, layers=layers)
         activation = hf.activation("hidden_act")
         return cls(
             vocab_size=hf.integer("vocab_size"),

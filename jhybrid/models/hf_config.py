@@ -134,8 +134,11 @@ class HfConfig:
             raise ConfigError(self._where + keys[0], f"must be [low, high] with 0 <= low <= high, got {_short(pair)}")
         return float(pair[0]), float(pair[1])
 
-    def layer_kinds(self, key: str, *aliases: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-        """A list of layer types in either spelling, as our names; an unknown one is refused with its position."""
+    def layer_kinds(
+        self, key: str, *aliases: str, allowed: tuple[str, ...], layers: int | None = None
+    ) -> tuple[str, ...]:
+        """A list of layer types in either spelling, as our names; an unknown one is refused with its position, and
+        another number of them than `layers`."""
         found = self.items(key, *aliases)
         used = next(k for k in (key, *aliases) if self.has(k))
         kinds = []
@@ -147,6 +150,8 @@ class HfConfig:
                     f"{self._where}{used}[{i}]", f"layer kind {_short(name)} is not implemented; known: {known}"
                 )
             kinds.append(kind)
+        if layers is not None and len(kinds) != layers:
+            raise ConfigError(key, f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
         return tuple(kinds)
 
     def layer_indices(self, key: str, layers: int, default: list | None = None) -> list[int]:

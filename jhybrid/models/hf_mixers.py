@@ -52,18 +52,14 @@ def read_gated_delta(hf: HfConfig, hidden_size: int, eps: float) -> GatedDeltaSp
 
 def read_delta_layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
     """From `layer_types`: "delta" for a recurrent layer of these families, or "attention"."""
-    kinds = hf.layer_kinds("layer_types", allowed=("mamba", "attention"))
-    if len(kinds) != layers:
-        raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
+    kinds = hf.layer_kinds("layer_types", allowed=("mamba", "attention"), layers=layers)
     return tuple("delta" if kind == "mamba" else kind for kind in kinds)
 
 
 def check_all_attention(hf: HfConfig, layers: int) -> None:
     """Refuse `layer_types` that name anything but full attention, or another number of layers."""
     if hf.has("layer_types"):
-        kinds = hf.layer_kinds("layer_types", allowed=("attention",))
-        if len(kinds) != layers:
-            raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
+        hf.layer_kinds("layer_types", allowed=("attention",), layers=layers)
 
 
 def check_inner_size(heads: tuple[str, int], head_dim: tuple[str, int], inner: tuple[str, int]) -> None:

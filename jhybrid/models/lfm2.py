@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
-from jhybrid.errors import ConfigError
 from jhybrid.layers.attention import Attention, AttentionSpec, attention_names
 from jhybrid.layers.decoder import Decoder
 from jhybrid.layers.linear import out_std
@@ -206,10 +205,7 @@ def _layer_kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
     if hf.has("full_attn_idxs") and not hf.has("layer_types"):
         indices = hf.layer_indices("full_attn_idxs", layers)
         return tuple("attention" if i in indices else "conv" for i in range(layers))
-    kinds = hf.layer_kinds("layer_types", "full_attn_idxs", allowed=("conv", "attention"))
-    if len(kinds) != layers:
-        raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
-    return kinds
+    return hf.layer_kinds("layer_types", "full_attn_idxs", allowed=("conv", "attention"), layers=layers)
 
 
 def _mlp_width(hf: HfConfig) -> int:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.cache.router import AnyCache, Part
-from jhybrid.errors import ConfigError
 from jhybrid.layers.attention import Attention, AttentionSpec, attention_names
 from jhybrid.layers.decoder import Decoder
 from jhybrid.layers.linear import out_std
@@ -57,7 +56,8 @@ class Lfm3Config:
         """
         whole = HfConfig(raw)
         hf = whole.section("text_config") if whole.has("text_config") else whole
-        hidden, kinds = hf.integer("hidden_size"), _layer_kinds(hf)
+        hidden, layers = hf.integer("hidden_size"), hf.integer("num_hidden_layers")
+        kinds = hf.layer_kinds("layer_types", allowed=("conv", "attention", "sliding"), layers=layers)
         return cls(
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hidden,
@@ -142,14 +142,6 @@ def weight_names(config: Lfm3Config) -> list[TensorName]:
         names += gated_mlp_names(*feed_forward, bias=False, spelled=("w1", "w3", "w2"))
     final = tuple(f"{root}.embedding_norm.weight" for root in ROOTS)
     return [*names, TensorName(final, ("final_norm", "weight"))]
-
-
-def _layer_kinds(hf: HfConfig) -> tuple[str, ...]:
-    layers = hf.integer("num_hidden_layers")
-    kinds = hf.layer_kinds("layer_types", allowed=("conv", "attention", "sliding"))
-    if len(kinds) != layers:
-        raise ConfigError("layer_types", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
-    return kinds
 
 
 def _attention_spec(hf: HfConfig, hidden: int, kind: str) -> AttentionSpec:

@@ -63,10 +63,8 @@ class Zamba2Config:
         hf = HfConfig(raw)
         hf.one_of("use_long_context", False, default=False)
         hidden, eps = hf.integer("hidden_size"), hf.number("rms_norm_eps", least=0.0)
-        kinds = hf.layer_kinds("layers_block_type", "layer_types", allowed=("mamba", "hybrid"))
-        if len(kinds) != hf.integer("num_hidden_layers"):
-            layers = hf.raw["num_hidden_layers"]
-            raise ConfigError("layers_block_type", f"names {len(kinds)} layers, but num_hidden_layers is {layers}")
+        layers, allowed = hf.integer("num_hidden_layers"), ("mamba", "hybrid")
+        kinds = hf.layer_kinds("layers_block_type", "layer_types", allowed=allowed, layers=layers)
         return cls(
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hidden,
