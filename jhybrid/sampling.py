@@ -160,7 +160,7 @@ def _adjust(logits: Array, state: SamplerState, batch: SamplingBatch) -> Array:
 def _allow(logits: Array, batch: SamplingBatch) -> Array:
     """[S, V] logits with those of tokens that a grammar does not allow at -inf."""
     size = logits.shape[1]
-    words = jnp.repeat(batch.mask, 32, axis=1, total_repeat_length=32 * batch.mask.shape[1])[:, :size]
+    words = jnp.repeat(batch.mask, 32, axis=1)[:, :size]
     allowed = (words >> (jnp.arange(size, dtype=jnp.uint32) % 32)) & 1
     return jnp.where(batch.masked[:, None] & (allowed == 0), -jnp.inf, logits)
 
