@@ -1,39 +1,15 @@
 """Mlp: up, activation, down; gated (SwiGLU) or not."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, Linear
 from jhybrid.mesh import Layout, Piece, shards, split
 from jhybrid.weights.names import TensorName
-
-
-def relu2(x: Array) -> Array:
-    """max(x, 0)^2 (So et al. 2021, "Primer")."""
-    return jnp.square(jax.nn.relu(x))
-
+from kernels_pallas.activations import activate
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "relu2": relu2,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "sigmoid": jax.nn.sigmoid,
-}
-
-
-def activate(h: Sequence[Array], activation: str, gate_multiplier: float = 1.0) -> Array:
-    """gate and up [..., I] -> act(gate * multiplier) * up [..., I]; up alone -> act(up)."""
-    act = ACTIVATIONS[activation]
-    if len(h) == 1:
-        return act(h[0])
-    gate, up = h
-    return act(gate * gate_multiplier) * up
 
 
 class Mlp(nn.Module):

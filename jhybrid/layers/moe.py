@@ -1,6 +1,7 @@
-"""Mixture of experts: routers that choose, and Experts that compute on tokens sorted by expert, dropping none."""
+"""Mixture of experts: routers that choose, and Experts that compute, dropping no token."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -8,12 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jhybrid.layers.linear import INIT_STD, linear
-from jhybrid.layers.mlp import GATE_UP_DOWN, activate
+from jhybrid.layers.mlp import GATE_UP_DOWN
 from jhybrid.layers.parameter import Scaled, parameter, weight
 from jhybrid.mesh import Layout, shard_index, shards, summed_over_shards
 from jhybrid.weights.names import TensorName
-from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.experts import experts
 from kernels_pallas.spans import Spans
+from kernels_pallas.target import Target
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ class Experts(nn.Module):
     out_std: float = INIT_STD
 
     @nn.compact
-    def __call__(self, x: Array, experts: Array, weights: Array, spans: Spans) -> Array:
-        """x [T, D], experts and weights [T, k] -> [T, D]; padding tokens reach no expert and give 0."""
+    def __call__(self, x: Array, chosen: Array, weights: Array, spans: Spans) -> Array:
+        """x [T, D], chosen and weights [T, k] -> [T, D]; padding tokens reach no expert and give 0."""
         spec = self.spec
         name, width = ("gate_up_proj", 2) if spec.gated else ("up_proj", 1)
         up_shape = (spec.num_experts, width * spec.intermediate_size, spec.input_size)
@@ -110,29 +112,19 @@ class Experts(nn.Module):
         up = weight(self, name, nn.initializers.normal(INIT_STD), up_shape, self.dtype, Layout(over))
         down = weight(self, "down_proj", nn.initializers.normal(self.out_std), down_shape, self.dtype, Layout(over))
         if spans.kind != "dense":
-            experts = jnp.where(spans.token_valid()[:, None], experts, spec.num_experts)
-        compute = summed_over_shards(self._compute, over, (None, None, None, 0, 0))
-        return compute(x, experts, weights, up, down).astype(x.dtype)
+            chosen = jnp.where(spans.token_valid()[:, None], chosen, spec.num_experts)
+        compute = summed_over_shards(partial(self._compute, spans.target), over, (None, None, None, 0, 0))
+        return compute(x, chosen, weights, up, down).astype(x.dtype)
 
-    def _compute(self, x: Array, experts: Array, weights: Array, up: Array | Scaled, down: Array | Scaled) -> Array:
+    def _compute(
+        self, target: Target, x: Array, chosen: Array, weights: Array, up: Array | Scaled, down: Array | Scaled
+    ) -> Array:
         """What the experts of `up` and `down`, which may be a shard's, give: [T, D] float32."""
-        spec, count = self.spec, (up.values if isinstance(up, Scaled) else up).shape[0]
-        experts = experts - shard_index(spec.num_experts // count) * count
-        # an expert id past the last one sorts behind every group, and belongs to none
-        flat = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)  # [T * k]
-        order = jnp.argsort(flat, stable=True)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-        sizes = jnp.bincount(flat, length=count + 1)[:-1].astype(jnp.int32)
-        h = _by_expert(x[order // spec.top_k], up, sizes)
-        h = activate(jnp.split(h, 2, axis=-1) if spec.gated else [h], spec.activation)
-        y = _by_expert(h, down, sizes)[place].reshape(-1, spec.top_k, spec.input_size)  # [T, k, D]
-        return jnp.einsum("tkd,tk->td", y.astype(jnp.float32), weights)
-
-
-def _by_expert(x: Array, weight: Array | Scaled, sizes: Array) -> Array:
-    if isinstance(weight, Scaled):
-        return grouped_matmul(x, weight.values, sizes, weight.scale)
-    return grouped_matmul(x, weight, sizes)
+        (up, up_scale), (down, down_scale) = (w if isinstance(w, Scaled) else (w, None) for w in (up, down))
+        count = up.shape[0]
+        mine = chosen - shard_index(self.spec.num_experts // count) * count
+        activation = self.spec.activation
+        return experts(x, mine, weights, up, down, up_scale, down_scale, activation=activation, target=target)
 
 
 def gated_expert_names(

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jhybrid.layers.mlp import ACTIVATIONS
 from jhybrid.layers.parameter import parameter
 from jhybrid.mesh import WHOLE, Layout
+from kernels_pallas.activations import ACTIVATIONS
 
 
 class RMSNorm(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jhybrid.errors import ConfigError
-from jhybrid.layers.mlp import ACTIVATIONS
+from kernels_pallas.activations import ACTIVATIONS
 
 # Spellings before and after transformers 5.2.
 LAYER_KINDS = {

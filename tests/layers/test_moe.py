@@ -43,19 +43,21 @@ def test_experts_equal_a_loop_over_tokens(gated: bool, crowded: bool):
         np.testing.assert_allclose(ours[t], total, rtol=1e-4, atol=1e-4)
 
 
-def test_padding_joins_no_group(monkeypatch: pytest.MonkeyPatch):
+def test_padding_chooses_no_expert(monkeypatch: pytest.MonkeyPatch):
     seen = []
 
-    def record(x, weight, group_sizes):
-        seen.append(np.asarray(group_sizes))
-        return jnp.zeros((x.shape[0], weight.shape[1]))
+    def record(x, chosen, *_, **__):
+        seen.append(np.asarray(chosen))
+        return jnp.zeros(x.shape)
 
-    monkeypatch.setattr("jhybrid.layers.moe.grouped_matmul", record)
+    monkeypatch.setattr("jhybrid.layers.moe.experts", record)
     module = Experts(ExpertsSpec(E, K, D, I, "relu2", gated=False), jnp.dtype("float32"))
     params = {"up_proj": random(E, I, D), "down_proj": random(E, D, I)}
     chosen = np.tile(np.array([5, 0, 2], np.int32), (T, 1))
     module.apply({"params": params}, random(T, D), chosen, np.ones((T, K), np.float32), spans_of(7))
-    assert [s.tolist() for s in seen] == [[7, 0, 7, 0, 0, 7]] * 2
+    [given] = seen
+    assert given[:7].tolist() == [[5, 0, 2]] * 7
+    assert np.all(given[7:] == E)
 
 
 def test_softmax_router_weighs_the_chosen_among_themselves():
