@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from kernels_pallas.bundles import CAPACITY_OF, read_kernel
 from kernels_pallas.causal_conv import causal_conv
 from kernels_pallas.chips import CHIPS, Chip
 from kernels_pallas.deviceless import compile_for
+from kernels_pallas.experts import experts
+from kernels_pallas.experts.tpu import inner_block
 from kernels_pallas.gated_delta import gated_delta
+from kernels_pallas.grouped_matmul.tpu import LANES
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.selective_scan import selective_scan
 from kernels_pallas.spans import Spans, make_spans
@@ -173,6 +177,21 @@ def _scan_cases(chip: Chip) -> list[Case]:
     ]
 
 
+def _expert_cases(chip: Chip) -> list[Case]:
+    """Experts of 1856 x 2688 without a gate, all of them chosen by some token."""
+    T, D, E, I, k, cases = 64, 2688, 16, 1856, 6, []
+    for name, held in (("experts", BF16), ("experts_int8", jnp.int8)):
+        up, down = _array(held, E, I, D), _array(held, E, D, I)
+        scales = () if held is BF16 else (_array(F32, E, I, 1), _array(F32, E, D, 1))
+        arrays = (_array(BF16, T, D), _array(jnp.int32, T, k), _array(F32, T, k), up, down, *scales)
+        steps = E * I // inner_block(up, down, LANES if scales else 16, block_sizes(chip, "experts")["bytes"])
+        work = Work(steps, 2 * E * I * D * up.dtype.itemsize, 4 * T * E * I * D)
+        function = partial(experts, activation="relu2", target=Target(chip), implementation="tpu")
+        shape = f"{T} tokens of {D}, {E} experts of {I}, all chosen"
+        cases.append(Case(name, shape, function, arrays, (), {"experts": work}))
+    return cases
+
+
 HEADS = (32, 8, 128)
 JAX_PREFILL = {"v5e": (16, 64)}
 """Pages and queries of a block with which JAX's kernel has the fewest bundles for a prompt, of those tried; on other
@@ -240,7 +259,7 @@ def _attention_cases(chip: Chip) -> list[Case]:
 
 def cases(chip: Chip) -> dict[str, Case]:
     """All of them, by name."""
-    kinds = (_ssd_cases, _conv_cases, _delta_cases, _scan_cases, _attention_cases)
+    kinds = (_ssd_cases, _conv_cases, _delta_cases, _scan_cases, _expert_cases, _attention_cases)
     return {case.name: case for kind in kinds for case in kind(chip)}
 
 

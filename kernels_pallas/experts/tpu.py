@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.activations import activate
 from kernels_pallas.blocks import block_sizes
 from kernels_pallas.experts import xla
-from kernels_pallas.grouped_matmul.tpu import LANES, outputs_on_lanes
+from kernels_pallas.grouped_matmul.tpu import LANES, outputs_on_lanes, rows_of_groups
 from kernels_pallas.target import Target
 
 ACTIVATIONS = ("silu", "relu2", "sigmoid")
@@ -40,7 +40,8 @@ def experts(
         raise NotImplementedError("the TPU kernel of experts needs a chip in its target")
     sizes, (T, D) = block_sizes(target.chip, "experts"), x.shape
     if sizes["tokens"] < T:
-        return xla.experts(x, chosen, weights, up, down, up_scale, down_scale, activation, target)
+        multiply = functools.partial(rows_of_groups, interpret=target.simulate is not None)
+        return xla.experts(x, chosen, weights, up, down, up_scale, down_scale, activation, target, multiply=multiply)
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"x {x.dtype}: the TPU kernel of experts takes float32 and bfloat16")
     if activation not in ACTIVATIONS:
@@ -55,7 +56,7 @@ def experts(
     (E, rows, _), I = up.shape, down.shape[2]
     turned = outputs_on_lanes(D, I)  # which those of `up` never are, where D is a multiple of the lanes
     on_lanes = not turned or bool(scales)  # the inner width, in some operand
-    b = _block(up, down, LANES if on_lanes else 32 // up.dtype.itemsize, sizes["bytes"])
+    b = inner_block(up, down, LANES if on_lanes else 32 // up.dtype.itemsize, sizes["bytes"])
 
     def of_inner(array: Array, on_lanes: bool, part: int = 0) -> tuple[Array, pl.BlockSpec]:
         """An operand [E, ., I], or with I before the last axis, by blocks of I; `part` 1 begins at I."""
@@ -98,7 +99,7 @@ def experts(
     )(listed, *tokens, *(array for array, _ in operands))[:T]
 
 
-def _block(up: Array, down: Array, unit: int, most_bytes: int) -> int:
+def inner_block(up: Array, down: Array, unit: int, most_bytes: int) -> int:
     """How much of the inner width the blocks of both weights have: a multiple of `unit`, or all of it."""
     (_, D, I), parts = down.shape, up.shape[1] // down.shape[2]
     bytes_each = (parts + 1) * D * up.dtype.itemsize

@@ -22,6 +22,15 @@ def grouped_matmul(
     x: Array, weight: Array, group_sizes: Array, scale: Array | None = None, *, interpret: bool = False
 ) -> Array:
     """See the package. Differentiable in x and weight."""
+    covered = jnp.arange(x.shape[0]) < group_sizes.sum()
+    y = rows_of_groups(x, weight, group_sizes, scale, interpret=interpret)
+    return jnp.where(covered[:, None], y, 0)
+
+
+def rows_of_groups(
+    x: Array, weight: Array, group_sizes: Array, scale: Array | None = None, *, interpret: bool = False
+) -> Array:
+    """As `grouped_matmul`, but rows past the sum of `group_sizes` may be anything."""
     from jax.experimental.pallas.ops.tpu.megablox.ops import gmm
 
     if scale is not None:
@@ -32,9 +41,7 @@ def grouped_matmul(
     padded = jnp.pad(x, [(0, -T % rows), (0, 0)])
     as_stored = not outputs_on_lanes(O, I)
     weight = weight if as_stored else weight.swapaxes(1, 2)
-    y = gmm(padded, weight, group_sizes, x.dtype, (rows, width, columns), None, None, as_stored, interpret)[:T]
-    covered = jnp.arange(T) < group_sizes.sum()
-    return jnp.where(covered[:, None], y, 0)
+    return gmm(padded, weight, group_sizes, x.dtype, (rows, width, columns), None, None, as_stored, interpret)[:T]
 
 
 def outputs_on_lanes(outputs: int, inputs: int) -> bool:
