@@ -6,10 +6,15 @@ import jax
 from jax import Array
 
 from kernels_pallas.experts import reference, tpu, xla
-from kernels_pallas.implementations import run
+from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.target import NO_ACCELERATOR, Target
 
-IMPLEMENTATIONS = {"reference": reference.experts, "tpu": tpu.experts, "xla": xla.experts}
+IMPLEMENTATIONS = {
+    "gpu": imported_when_run("kernels_pallas.experts.gpu", "experts"),
+    "reference": reference.experts,
+    "tpu": tpu.experts,
+    "xla": xla.experts,
+}
 
 
 @partial(jax.jit, static_argnames=("activation", "target", "implementation"))
@@ -39,7 +44,7 @@ def experts(
       activation: of `kernels_pallas.activations`.
 
     Returns [T, D] float32. Tokens that choose nothing give exactly 0, whatever they hold. Differentiable in x, weights,
-    up and down, but not with scales, and not on `tpu`.
+    up and down, but not with scales, and not by kernels.
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """
     call = lambda f: f(x, chosen, weights, up, down, up_scale, down_scale, activation, target)  # noqa: E731

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.activations import activate
 from kernels_pallas.blocks import block_sizes
 from kernels_pallas.experts import xla
+from kernels_pallas.experts.hits import hits
 from kernels_pallas.grouped_matmul.tpu import LANES, outputs_on_lanes, rows_of_groups
 from kernels_pallas.target import Target
 
@@ -71,7 +72,8 @@ def experts(
     if up_scale is not None and down_scale is not None:
         operands += [of_inner(up_scale.swapaxes(1, 2), True, part) for part in parts]
         operands.append((down_scale.swapaxes(1, 2), pl.BlockSpec((None, 1, D), lambda i, j, e: (e[i], 0, 0))))
-    listed, count = _hit(chosen, E)
+    listed, count = hits(chosen, E)
+    count = jnp.maximum(count, 1)  # where nobody chose any, the kernel has to begin for its result to be 0
     room = -T % 16  # of a tile of bfloat16
     pad = lambda a, value: jnp.pad(a, [(0, room), (0, 0)], constant_values=value)  # noqa: E731
     tokens = [pad(x, 0), pad(chosen, -1), pad(weights.astype(jnp.float32), 0)]
@@ -108,16 +110,6 @@ def inner_block(up: Array, down: Array, unit: int, most_bytes: int) -> int:
     if not best or best * bytes_each > 2 * most_bytes:
         raise NotImplementedError(f"up {up.shape}, down {down.shape}: no block of the inner width is small enough")
     return best
-
-
-def _hit(chosen: Array, count: int) -> tuple[Array, Array]:
-    """The experts that any token chose, in order and then anything [count], and how many: 1 where there are none, since
-    a kernel has to begin for its result to be 0."""
-    ids = jnp.arange(count)
-    hit = jnp.any(chosen.reshape(-1, 1) == ids, axis=0)
-    place = jnp.sum(hit[:, None] & (ids[:, None] < ids), axis=0)
-    listed = jnp.sum(jnp.where(hit & (place == ids[:, None]), ids, 0), axis=1, dtype=jnp.int32)
-    return listed, jnp.maximum(jnp.sum(hit, dtype=jnp.int32), 1)
 
 
 def _kernel(listed, x, chosen, weights, *refs, parts: int, turned: bool, activation: str):

@@ -15,6 +15,7 @@ import pytest
 import test_contract
 
 from kernels_pallas import mosaic_gpu
+from kernels_pallas.spans import Spans
 from kernels_pallas.target import Target
 from tests.kernels_pallas.simulator import simulated_gpu
 
@@ -30,10 +31,14 @@ def _cases() -> list[Any]:
     for op in OPS:
         module, specs = test_contract._load(op)
         for spec in specs:
-            (*args, spans), kwargs = spec.build(0)
-            spans = replace(spans, target=Target(capability="9.0"))
+            args, kwargs = spec.build(0)
+            target = Target(capability="9.0")
+            if isinstance(args[-1], Spans):
+                args = (*args[:-1], replace(args[-1], target=target))
+            else:
+                kwargs |= {"target": target}
             try:
-                jax.eval_shape(partial(module.IMPLEMENTATIONS["gpu"], **kwargs), *args, spans)
+                jax.eval_shape(partial(getattr(module, op), **kwargs, implementation="gpu"), *args)
             except NotImplementedError:
                 continue
             cases.append(pytest.param(op, spec, id=f"{op}-{spec.name}"))
