@@ -78,6 +78,7 @@ SPECS = [
         atol=0.1,
     ),
     _experts("gpu-many-tokens", dtype="bfloat16", inner=128, width=128, tokens=70, k=3, atol=0.05),
+    _experts("gpu-twice", dtype="bfloat16", inner=64, width=128, tokens=130, count=2, of=[0, 1], k=1, atol=0.05),
     _experts("gpu-nobody", dtype="bfloat16", inner=64, width=128, idle=9, atol=0.0),
     _experts("gelu", activation="gelu", width=16),
     _experts("odd_sizes", tokens=7, width=11, inner=13, k=3),

@@ -2,7 +2,7 @@
 whole cache at once. Needs the `gpu-compile` extra (`make test-gpu-compile`); skipped without it."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import pytest
 from jax import ShapeDtypeStruct as Shape
 
 from kernels_pallas.causal_conv import causal_conv
+from kernels_pallas.experts import experts
 from kernels_pallas.gated_delta import gated_delta
 from kernels_pallas.gpus import GPUS
 from kernels_pallas.grouped_matmul import grouped_matmul
@@ -127,6 +128,22 @@ def test_experts_without_rows_cost_nothing() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < weights / 8
     assert whole_copies(compiled.as_text(), (E, O, I)) + whole_copies(compiled.as_text(), (E, I, O)) == 0
     assert f"[{E},{rows}," not in compiled.as_text(), "every row meets every expert"
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(1, 2), (64, 2), (200, 4)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_of_few_tokens_are_read_where_they_lie(gated: bool, tokens: int, kernels: int) -> None:
+    E, I, D, k = 64, 512, 2048, 6
+    up, down = (E, 2 * I if gated else I, D), (E, D, I)
+    run = partial(experts, activation="silu", target=Target(capability=H200.capability))
+    routing = Shape((tokens, k), jnp.int32), Shape((tokens, k), jnp.float32)
+    shapes = Shape((tokens, D), BF16), *routing, Shape(up, BF16), Shape(down, BF16)
+    compiled = jax.jit(run).lower(*H200.place(shapes)).compile()
+    assert kernels_in(compiled.as_text()) == {"experts": kernels}
+    assert " while(" not in compiled.as_text(), "a loop asks the host before each turn"
+    assert not any(whole_copies(compiled.as_text(), shape) for shape in (up, down))
+    handed_on = 4 * E * (I + D // 8) * 128  # what passes between the kernels, and the splits' sums
+    assert compiled.memory_analysis().temp_size_in_bytes < handed_on
 
 
 def test_the_probe_sees_a_copy() -> None:
