@@ -101,7 +101,9 @@ def experts(
     )(listed, *tokens, *(array for array, _ in operands))[:T]
 
 
-def inner_block(up: Array, down: Array, unit: int, most_bytes: int) -> int:
+def inner_block(
+    up: Array | jax.ShapeDtypeStruct, down: Array | jax.ShapeDtypeStruct, unit: int, most_bytes: int
+) -> int:
     """How much of the inner width the blocks of both weights have: a multiple of `unit`, or all of it."""
     (_, D, I), parts = down.shape, up.shape[1] // down.shape[2]
     bytes_each = (parts + 1) * D * up.dtype.itemsize
