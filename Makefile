@@ -20,7 +20,8 @@ test: $(STAMP)  ## the tests, long ones excepted
 
 tpu-compile: $(STAMP)  ## compile every TPU kernel for every chip; needs no TPU, but libtpu (213 MB)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tpu]'
-	$(BIN)/python -m pytest tests/kernels_pallas/test_tpu_compiles.py tests/test_tpu_configs.py tests/test_fit.py
+	$(BIN)/python -m pytest tests/kernels_pallas/test_tpu_compiles.py tests/test_tpu_configs.py tests/test_fit.py \
+		tests/cache/test_copies.py
 
 # What CI compiles for accelerators that are not there: an op of each kind on one chip each, and the demo model's steps.
 SOME := $(addprefix tests/kernels_pallas/test_tpu_compiles.py::test_compiles_in_place, \

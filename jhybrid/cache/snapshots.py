@@ -76,7 +76,9 @@ def pack(cache: Cache, store: Store, moves: Moves, count: Array) -> Store:
         part, _ = cache.router.arrays[name]
         state = lax.dynamic_index_in_dim(cache.arrays[name], source, keepdims=False).astype(jnp.float32)
         if packed.scales is None:
-            values = lax.dynamic_update_index_in_dim(packed.values, to_words(state, jnp.dtype("uint16")), target, 0)
+            # Were the state only converted, XLA for TPU would convert the whole cache before the loop.
+            words = to_words(lax.reduce_precision(state, 8, 7), jnp.dtype("uint16"))
+            values = lax.dynamic_update_index_in_dim(packed.values, words, target, 0)
             return Packed(values, None)
         vectors = state.reshape(packed.scales.shape[1], part.vector)
         scales = jnp.max(jnp.abs(vectors), axis=1) / 127.0

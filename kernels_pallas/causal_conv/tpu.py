@@ -100,6 +100,7 @@ def _step(
             scratch_shapes=[
                 buffers,
                 buffers,
+                pltpu.VMEM((together * K + 8, D), jnp.float32),
                 pltpu.SemaphoreType.DMA((2, together)),
                 pltpu.SemaphoreType.DMA((2, 2, together)),
             ],
@@ -115,7 +116,7 @@ def _step(
     return y[:S].astype(x.dtype), window
 
 
-def _step_kernel(count, rows, x, taps, bias, _, y, window, loaded, stored, load_done, store_done, *, silu):
+def _step_kernel(count, rows, x, taps, bias, _, y, window, loaded, stored, inputs, load_done, store_done, *, silu):
     step, steps = pl.program_id(0), pl.num_programs(0)
     together = x.shape[0]
 
@@ -150,7 +151,7 @@ def _step_kernel(count, rows, x, taps, bias, _, y, window, loaded, stored, load_
         for n in range(together):
             store(step - 2, n, lambda copy: copy.wait())
 
-    parity = step % 2
+    parity, K = step % 2, loaded.shape[2]
     for n in range(together):
         load(step, n, lambda copy: copy.wait())
 
@@ -158,10 +159,19 @@ def _step_kernel(count, rows, x, taps, bias, _, y, window, loaded, stored, load_
         def _(n=n):
             loaded[parity, n] = jnp.zeros(loaded.shape[2:], loaded.dtype)
 
-        before = loaded[parity, n].astype(jnp.float32)
-        inputs = jnp.concatenate([before[1:], x[n : n + 1]], axis=0)  # [K, D]
-        stored[parity, n] = inputs.astype(stored.dtype)
-        y[n : n + 1] = _finish(jnp.sum(inputs * taps[...], axis=0, keepdims=True) + bias[...], silu)
+        inputs[n * K + 7 : n * K + K + 7, :] = loaded[parity, n].astype(jnp.float32)
+
+    for at in range(0, x.shape[1], LANES):
+        lanes = slice(at, at + LANES)
+        of_tap = lambda k: inputs.at[pl.ds(7 + k, together, stride=K), lanes]  # noqa: E731
+        total = bias[:, lanes] + x[:, lanes] * taps[K - 1 : K, lanes]
+        for k in range(1, K):
+            total = total + of_tap(k)[...] * taps[k - 1 : k, lanes]
+        y[:, lanes] = _finish(total, silu)
+        of_tap(K)[...] = x[:, lanes]
+
+    for n in range(together):
+        stored[parity, n] = inputs[n * K + 8 : n * K + K + 8, :].astype(stored.dtype)
         store(step, n, lambda copy: copy.start())
 
     @pl.when(step + 1 == steps)
