@@ -120,7 +120,7 @@ def _conv(chip: Chip, lens: list[int], work: dict[str, Work]) -> Case:
 
 def _conv_cases(chip: Chip) -> list[Case]:
     D, K, tokens = 6144, 4, 2048
-    step = Work(8, 64 * 2 * (2 * K * D + 4 * D), 0)
+    step = Work(8, 64 * 2 * (2 * K * D + 4 * D), 0, shares=(0, 1))  # all go on: none is given zeros to start from
     pieces = Work(6 * tokens // 256, tokens * 2 * 2 * D, 0)
     return [
         _conv(chip, [1] * 64, {"causal_conv_step": step}),

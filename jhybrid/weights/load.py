@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from jhybrid.weights.places import Place, leaves, nest
 from jhybrid.weights.quantised import Kind, Scheme, held_shapes, read_quantisation, rounded_params
 from jhybrid.weights.safetensors import load_safetensors
 from jhybrid.weights.sharding import along_rows
+from kernels_pallas.causal_conv import window_rows
 
 log = logging.getLogger("jhybrid")
 
@@ -146,6 +147,8 @@ def read_model(
         state_dtype=config.state_dtype,
         conv_dtype=cache_dtype,
     )
+    if platform == "tpu":
+        parts = [tuple(_aligned(part) for part in of_layer) for of_layer in parts]
     if config.enable_prefix_caching and config.snapshot_slots == 0 and Router(parts).has_slots:
         raise ConfigError(
             "snapshot_slots",
@@ -153,6 +156,11 @@ def read_model(
             "a snapshot of their state; use snapshot_slots of at least 1, or switch enable_prefix_caching off",
         )
     return model_config, module, parts, dtype
+
+
+def _aligned(part: Part) -> Part:
+    """With so many rows of a convolution's window as lie on a TPU without padding."""
+    return part if part.name != "conv" else replace(part, shape=(window_rows(part.shape[0]), *part.shape[1:]))
 
 
 def load_model(config: EngineConfig) -> Model:

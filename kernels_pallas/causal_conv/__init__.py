@@ -7,9 +7,11 @@ from functools import partial
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas.causal_conv import parallel, reference, tpu, xla
+from kernels_pallas.causal_conv.tpu import window_rows as window_rows
 from kernels_pallas.implementations import imported_when_run, run
 from kernels_pallas.spans import Spans
 
@@ -36,7 +38,7 @@ def causal_conv(
 ) -> tuple[Array, Array | None]:
     """Outputs of every token, and the window array with the rows of this step's sequences renewed.
 
-    x [T,D]; weight [D,K], the last tap is the current token; bias [D] or None; window [R, K, D], the last K
+    x [T,D]; weight [D,K], the last tap is the current token; bias [D] or None; window [R, K or more, D], the last
     inputs of a sequence, oldest first, the current one last, zeros before its start, or None for dense spans;
     row of slot s is `base + s`. Gives y [T,D] in x's dtype (padding tokens: unspecified but finite for finite
     input); sums are taken in float32.
@@ -46,6 +48,8 @@ def causal_conv(
 
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """
+    if window is not None:  # inputs that are older than the taps count for nothing
+        weight = jnp.pad(weight, [(0, 0), (window.shape[1] - weight.shape[1], 0)])
     forced = implementation or spans.target.ssm
     call = lambda f: f(x, weight, bias, window, spans, activation=activation, base=base)  # noqa: E731
     return run("causal_conv", IMPLEMENTATIONS, forced, spans.target, call)

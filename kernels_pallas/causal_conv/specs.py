@@ -14,6 +14,7 @@ def _case(
     spans: Spans,
     *,
     taps: int = 4,
+    window_rows: int | None = None,
     width: int = 12,
     bias: bool = True,
     activation: str | None = "silu",
@@ -28,7 +29,9 @@ def _case(
     def build(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rng = np.random.default_rng(seed)
         normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-        window = None if spans.kind == "dense" else normal(LAYERS * ROWS, taps, width).astype(window_dtype)
+        window = (
+            None if spans.kind == "dense" else normal(LAYERS * ROWS, window_rows or taps, width).astype(window_dtype)
+        )
         args = (
             normal(T, width).astype(dtype),
             normal(width, taps).astype(dtype),
@@ -77,6 +80,10 @@ SPECS = [
     _case("tpu-mixed", _TPU_MIXED, **_TPU),
     _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, **_BF16),
     _case("tpu-mixed-2-taps-no-activation-no-bias", _MIXED, **_TPU_SLOW, taps=2, activation=None, bias=False),
+    _case("tpu-mixed-3-taps", _TPU_MIXED, **_TPU_SLOW, taps=3, window_rows=4, activation=None),
+    _case("tpu-mixed-7-taps-bfloat16", _TPU_MIXED, **_TPU_SLOW, taps=7, window_rows=8, **_BF16),
+    _case("tpu-decode-3-taps", decode([3, 0, 1], 4), **_TPU_SLOW, taps=3, window_rows=4, **_BF16),
+    _case("tpu-decode-7-taps", decode([3, 0, 9], 4), **_TPU_SLOW, taps=7, window_rows=8),
     _case("tpu-decode", decode([3, 0, 1], 4, read=[0, 1, 0], write=[0, 1, 4], snapshots={(0, 1): 5}), **_TPU_SLOW),
     _case("tpu-decode-bfloat16", decode([3, 0], 4), **_TPU_SLOW, **_BF16),
     _case("gpu-decode", _GPU_DECODE, width=256, layer=1, slow=True),

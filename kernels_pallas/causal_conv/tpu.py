@@ -17,7 +17,13 @@ from kernels_pallas.tpu_rows import Loads, Stores, in_hbm, start_slots
 
 LANES = 128
 HISTORY = 8  # rows kept before a tile, one tile of float32
-TAPS = (2, 4, 8)  # windows that lie in HBM without padding; others are copied whole at every step
+FIRST = 7  # row at which the first window of a step lies, so that the new one begins at a tile
+WINDOWS = (2, 4, 8)  # rows of windows that lie in HBM without padding; others are copied whole at every step
+
+
+def window_rows(taps: int) -> int:
+    """Rows of a window for a convolution of so many taps: no fewer, and if there is such a number one of `WINDOWS`."""
+    return next((rows for rows in WINDOWS if rows >= taps), taps)
 
 
 def causal_conv(
@@ -38,8 +44,10 @@ def causal_conv(
         raise NotImplementedError("the TPU kernels of causal_conv need a window; dense spans have none")
     if activation not in ("silu", None):
         raise NotImplementedError(f"activation {activation!r}: causal_conv knows 'silu' and None")
-    if K not in TAPS or D % LANES:
-        raise NotImplementedError(f"weight {weight.shape}: taps must be one of {TAPS}, channels a multiple of {LANES}")
+    if K not in WINDOWS or D % LANES:
+        raise NotImplementedError(
+            f"window {window.shape}: it must have one of {WINDOWS} rows, and channels a multiple of {LANES}"
+        )
     for name, dtype in (("x", x.dtype), ("window", window.dtype)):
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(f"{name} {dtype}: the TPU kernels of causal_conv take float32 and bfloat16")
@@ -100,7 +108,7 @@ def _step(
             scratch_shapes=[
                 buffers,
                 buffers,
-                pltpu.VMEM((together * K + 8, D), jnp.float32),
+                pltpu.VMEM((D // LANES, FIRST + 1 + together * K, LANES), jnp.float32),
                 pltpu.SemaphoreType.DMA((2, together)),
                 pltpu.SemaphoreType.DMA((2, 2, together)),
             ],
@@ -117,6 +125,8 @@ def _step(
 
 
 def _step_kernel(count, rows, x, taps, bias, _, y, window, loaded, stored, inputs, load_done, store_done, *, silu):
+    """`inputs` [channels / 128, rows, 128] holds windows one after another, each token where the oldest of the next
+    window was; so a tap of all sequences is every K-th row."""
     step, steps = pl.program_id(0), pl.num_programs(0)
     together = x.shape[0]
 
@@ -154,24 +164,29 @@ def _step_kernel(count, rows, x, taps, bias, _, y, window, loaded, stored, input
     parity, K = step % 2, loaded.shape[2]
     for n in range(together):
         load(step, n, lambda copy: copy.wait())
+    starts = [rows[0, step * together + n] == NONE for n in range(together)]
 
-        @pl.when(rows[0, step * together + n] == NONE)
-        def _(n=n):
-            loaded[parity, n] = jnp.zeros(loaded.shape[2:], loaded.dtype)
+    @pl.when(functools.reduce(jnp.logical_or, starts))
+    def _():
+        for n, from_zeros in enumerate(starts):
+            before = loaded[parity, n]
+            loaded[parity, n] = jnp.where(from_zeros, jnp.zeros_like(before), before)
 
-        inputs[n * K + 7 : n * K + K + 7, :] = loaded[parity, n].astype(jnp.float32)
-
-    for at in range(0, x.shape[1], LANES):
-        lanes = slice(at, at + LANES)
-        of_tap = lambda k: inputs.at[pl.ds(7 + k, together, stride=K), lanes]  # noqa: E731
-        total = bias[:, lanes] + x[:, lanes] * taps[K - 1 : K, lanes]
-        for k in range(1, K):
-            total = total + of_tap(k)[...] * taps[k - 1 : k, lanes]
+    for c in range(x.shape[1] // LANES):
+        lanes = slice(c * LANES, (c + 1) * LANES)
+        row = inputs.at[c]
+        of_tap = [row.at[pl.ds(FIRST + k, together, stride=K)] for k in range(K + 1)]  # 0 is what drops out
+        for n in range(together):
+            row[pl.ds(FIRST + n * K, K)] = loaded[parity, n, :, lanes].astype(jnp.float32)
+        of_tap[K][...] = x[:, lanes]
+        total = bias[:, lanes]
+        for k in range(K):
+            total = total + of_tap[k + 1][...] * taps[k : k + 1, lanes]
         y[:, lanes] = _finish(total, silu)
-        of_tap(K)[...] = x[:, lanes]
+        for n in range(together):
+            stored[parity, n, :, lanes] = row[pl.ds(FIRST + 1 + n * K, K)].astype(stored.dtype)
 
     for n in range(together):
-        stored[parity, n] = inputs[n * K + 8 : n * K + K + 8, :].astype(stored.dtype)
         store(step, n, lambda copy: copy.start())
 
     @pl.when(step + 1 == steps)

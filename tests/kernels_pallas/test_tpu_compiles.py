@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("libtpu", reason="libtpu is not installed; `make tpu-compile` installs it and runs this")
 
+from kernels_pallas.causal_conv import window_rows
 from kernels_pallas.chips import CHIPS
 from kernels_pallas.deviceless import compile_for
 from kernels_pallas.experts import experts
@@ -60,6 +61,19 @@ def test_experts_are_read_where_they_lie(chip: str, tokens: int, dtype: str, inn
         assert whole_copies(compiled.as_text(), shape) == 0
     if tokens < 1024:
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", ["step", "pieces"])
+@pytest.mark.parametrize("taps", [3, 7])
+def test_convolutions_of_any_taps_run_in_place(taps: int, kind: str, chip: str) -> None:
+    work = cases(CHIPS[chip])[f"causal_conv_{kind}"]
+    x, weight, bias, window, spans = work.arguments
+    weight = jax.ShapeDtypeStruct((weight.shape[0], taps), weight.dtype)
+    window = jax.ShapeDtypeStruct((window.shape[0], window_rows(taps), window.shape[2]), window.dtype)
+    compiled = compile_for(CHIPS[chip], work.function, x, weight, bias, window, spans, donate=work.donated)
+    assert whole_copies(compiled.as_text(), window.shape) == 0
+    assert compiled.memory_analysis().alias_size_in_bytes >= window.size * window.dtype.itemsize
 
 
 @pytest.mark.parametrize("chip", CHIPS)

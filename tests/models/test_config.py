@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from jhybrid.config import EngineConfig
 from jhybrid.errors import ConfigError
 from jhybrid.models import FAMILIES, family_of, read_config
 from jhybrid.models.nemotron_h import NemotronHConfig
+from jhybrid.weights.load import read_model
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -95,6 +97,13 @@ def test_missing_key_is_named(model_type: str, key: str):
     named = "rope_theta" if key == "rope_parameters" else key
     with pytest.raises(ConfigError, match=rf"^{named}: .*lacks this key"):
         read(raw)
+
+
+@pytest.mark.parametrize(("name", "taps", "rows"), [("lfm2", 3, 4), ("lfm3", 7, 8), ("lfm2_moe", 4, 4)])
+def test_windows_on_a_tpu_have_rows_that_need_no_padding(name: str, taps: int, rows: int):
+    for platform, wanted in (("cpu", taps), ("gpu", taps), ("tpu", rows)):
+        _, _, parts, _ = read_model(EngineConfig(model=str(GOLDEN / name)), platform)
+        assert {part.shape[0] for layer in parts for part in layer if part.name == "conv"} == {wanted}, platform
 
 
 @pytest.mark.parametrize("name", NAMES)
