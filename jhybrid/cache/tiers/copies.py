@@ -27,8 +27,8 @@ OUT, IN = 4, 2
 """Gathers on their way to the host, and prefixes on their way to the device, at most: what memory is set aside for."""
 
 
-# One row of all layers at a time. A gather or scatter of XLA's copies arrays on TPU, whole: gathers those of large rows,
-# on v5e and v5p, scatters those of 8-bit numbers, on all chips. On CPU a scatter takes two to three times as long.
+# One row of all layers at a time. XLA's own copy arrays on TPU, whole: gathers those of large rows, on v5e and v5p,
+# scatters those of 8-bit numbers, on all chips. On CPU a scatter takes two to three times as long.
 
 
 def gather(layers: dict[str, int], arrays: Arrays, rows: Array) -> Arrays:
