@@ -22,8 +22,7 @@ class Chip:
     bandwidth: float  # bytes of HBM
     matrix_flops: float  # bfloat16
     clock: float
-    bfloat16_vectors: bool  # whether the vector unit computes in bfloat16,
-    fp8: bool  # and converts 8-bit floats
+    fp8: bool  # whether float8_e4m3fn becomes bfloat16 by an instruction; others have one for float8_e4m3b11fnuz
 
     def __str__(self) -> str:
         return self.name
@@ -32,14 +31,10 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            "v5e", ("TPU v5 lite", "TPU v5e"), "v5e:2x2", 128 * MIB, 16_000_000_000, 819e9, 197e12, 1.5e9, False, False
-        ),
-        Chip("v5p", ("TPU v5", "TPU v5p"), "v5p:2x2x1", 64 * MIB, 95_000_000_000, 2765e9, 459e12, 1.75e9, False, False),
-        Chip(
-            "v6e", ("TPU v6 lite", "TPU v6e"), "v6e:2x2", 128 * MIB, 32_000_000_000, 1640e9, 918e12, 1.75e9, True, False
-        ),
-        Chip("tpu7x", ("TPU7x",), "tpu7x:2x2x1", 64 * MIB, 96_000_000_000, 3690e9, 1153.5e12, 2.2e9, True, True),
+        Chip("v5e", ("TPU v5 lite", "TPU v5e"), "v5e:2x2", 128 * MIB, 16_000_000_000, 819e9, 197e12, 1.5e9, False),
+        Chip("v5p", ("TPU v5", "TPU v5p"), "v5p:2x2x1", 64 * MIB, 95_000_000_000, 2765e9, 459e12, 1.75e9, False),
+        Chip("v6e", ("TPU v6 lite", "TPU v6e"), "v6e:2x2", 128 * MIB, 32_000_000_000, 1640e9, 918e12, 1.75e9, False),
+        Chip("tpu7x", ("TPU7x",), "tpu7x:2x2x1", 64 * MIB, 96_000_000_000, 3690e9, 1153.5e12, 2.2e9, True),
     )
 }
 

@@ -43,7 +43,7 @@ class Shape:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
-    even_first: bool  # 8-bit numbers of a block come out with all even tokens before the odd ones
+    unit: float  # of the numbers that are made of what is read
 
     @property
     def block(self) -> int:
@@ -92,7 +92,7 @@ def paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        even_first=pages.dtype == jnp.uint8 and chip.bfloat16_vectors and not chip.fp8,
+        unit=16.0 if pages.dtype == jnp.uint8 and not chip.fp8 else 1.0,
     )
     rows = base + spans.page_table.reshape(-1)
 
@@ -181,24 +181,19 @@ def _attend(
     )(items, table, queries, in_hbm(pages))
 
 
-def _numbers(held: Array, even_first: bool) -> Array:
-    """What was read from pages, [block, lanes]; of 8 bits as bfloat16.
+def numbers(held: Array, unit: float) -> Array:
+    """What was read from pages, [block, lanes]; of 8 bits in bfloat16, and divided by `unit`, 1 or 16.
 
-    `even_first` is for a chip that computes in bfloat16, two numbers to a word, but does not convert: of words of four
-    tokens, the even ones and the odd ones are made bfloat16 where they lie. What has an exponent of 0 has no leading
-    one; taken with one, a number f should be 2 f - 2^-6, which is less than f for just these. Bits of NaN become 480.
+    float8_e4m3b11fnuz, from which all but the newest chips convert by an instruction, has the same bits for a 16th of
+    each number, but has NaN for negative zero, and 30 for NaN, which so becomes 480 here.
     """
     if held.dtype != jnp.uint8:
         return held
-    if not even_first:
+    if unit == 1:
         return lax.bitcast_convert_type(held, EIGHT_BITS).astype(jnp.bfloat16)
-    words = pltpu.bitcast(held, jnp.int32)  # [block / 4, lanes]
-    parts = []
-    for exponent_and_fraction, sign in ((words << 4, words << 8), (words >> 4, words)):
-        size = pltpu.bitcast((exponent_and_fraction & 0x07F007F0) + (120 << 7 | 120 << 23), jnp.bfloat16)
-        size = jnp.minimum(size, size + size - jnp.bfloat16(2.0**-6))
-        parts.append(pltpu.bitcast(pltpu.bitcast(size, jnp.int32) | (sign & ~0x7FFF7FFF), jnp.bfloat16))
-    return jnp.concatenate(parts)
+    words, low = pltpu.bitcast(held, jnp.int32), 0x7F7F7F7F  # four numbers to a word; low: all but their signs
+    words &= ((words & low) + low) | low  # without the signs of zeros
+    return lax.bitcast_convert_type(pltpu.bitcast(words, jnp.uint8), jnp.float8_e4m3b11fnuz).astype(jnp.bfloat16)
 
 
 def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arrived, *, shape):
@@ -207,12 +202,6 @@ def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arr
     size, block = A * B, shape.block
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-
-    def token_of(row):
-        """The token of a row of a block's keys and values."""
-        if not shape.even_first:
-            return row
-        return jnp.where(row < block // 2, 2 * row, 2 * row - (block - 1))
 
     def reach(i):
         """Blocks [begin, end) that item i sees, and its last position."""
@@ -267,21 +256,22 @@ def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arr
             pages_of(i, n, parity, lambda copy: copy.wait())
         else:  # for all pages at once: what is waited for is a number of bytes
             pltpu.make_async_copy(held.at[parity], held.at[parity], arrived.at[parity]).wait()
-        along = n * block + token_of(lax.broadcasted_iota(jnp.int32, (1, block), 1))
-        down = n * block + token_of(lax.broadcasted_iota(jnp.int32, (block, 1), 0))
+        along = n * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        down = n * block + lax.broadcasted_iota(jnp.int32, (block, 1), 0)
         oldest = None
         if shape.sliding_window is not None:
             oldest = first + (0 if shape.single else items[1, i]) - shape.sliding_window + 1
 
         def head(h, carry):
             at = pl.multiple_of(h * shape.head, LANES)
-            keys = _numbers(held[parity, :, pl.ds(at, shape.key)], shape.even_first).astype(q.dtype)
-            values = _numbers(held[parity, :, pl.ds(at + shape.value, shape.values)], shape.even_first).astype(q.dtype)
+            keys = numbers(held[parity, :, pl.ds(at, shape.key)], shape.unit).astype(q.dtype)
+            values = numbers(held[parity, :, pl.ds(at + shape.value, shape.values)], shape.unit).astype(q.dtype)
             scores = product(q[h].reshape(size, shape.key), keys, (((1,), (1,)), ((), ())))  # [rows, block]
+            scale = shape.scale * shape.unit
             if shape.soft_cap is None:
-                scores = scores * (shape.scale * math.log2(math.e))
+                scores = scores * (scale * math.log2(math.e))
             else:
-                scores = jnp.tanh(scores * (shape.scale / shape.soft_cap)) * (shape.soft_cap * math.log2(math.e))
+                scores = jnp.tanh(scores * (scale / shape.soft_cap)) * (shape.soft_cap * math.log2(math.e))
             if masked:
                 seen = along <= position
                 read = down <= last
@@ -316,5 +306,5 @@ def _attend_kernel(items, table, q, pages, o, held, peak, total, sums, done, arr
     done[0] = before + end - begin
     mine = (position >= first + items[1, i]) & (position < first + items[2, i])
     for h in range(Hkv):
-        got = (sums[h] / jnp.sum(total[h], axis=1, keepdims=True)).astype(o.dtype)
+        got = (sums[h] * shape.unit / jnp.sum(total[h], axis=1, keepdims=True)).astype(o.dtype)
         o[h] = jnp.where(mine | shape.single, got, o[h].reshape(got.shape)).reshape(A, B, shape.values)

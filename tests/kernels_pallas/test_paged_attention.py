@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention import paged_attention, tpu
 from kernels_pallas.paged_attention.specs import SPECS
 from kernels_pallas.spans import dense_spans
 from kernels_pallas.words import EIGHT_BITS, from_words, to_words
@@ -67,3 +69,17 @@ def test_dense_is_differentiable():
     got, want = (jax.grad(loss, (0, 1, 2))(q, k, v, name) for name in ("xla", "reference"))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_every_eight_bits_are_the_same_number_on_tpu(unit: int) -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    bits = bits[bits & 0x7F != 0x7F]  # not of NaN
+    held = jnp.asarray(np.resize(bits, (32, 128)))
+    shape = jax.ShapeDtypeStruct(held.shape, jnp.float32)
+
+    def kernel(held, out):
+        out[...] = tpu.numbers(held[...], unit).astype(jnp.float32) * unit
+
+    got = pl.pallas_call(kernel, out_shape=shape, interpret=pltpu.InterpretParams())(held)
+    np.testing.assert_array_equal(got, from_words(held))
