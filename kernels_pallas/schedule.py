@@ -149,7 +149,10 @@ def _delta_cases(chip: Chip) -> list[Case]:
         step = Work(64 * 2, 64 * (2 * state + 4 * (2 * Hk * D + 2 * H * D + 2 * H) + decay), 0)
         per_token = 2 * (2 * Hk * D + 2 * H * D) + 4 * H + decay
         flops = 2 * tokens * (H * (3 * D * D + Q * D) + Hk * Q * D)
-        chunks = Work(tokens // 128 * 4, tokens * per_token + 2 * 2 * state, flops)
+        blocks = H // block_sizes(chip, "gated_delta")["chunk_heads" if not by_channel else "chunk_heads_channels"]
+        # As of ssd.
+        moved, shares = tokens * per_token + 2 * 2 * state, (1 / blocks, 1 / 8)
+        chunks = Work(tokens // 128 * blocks, moved, flops, shares=shares)
         cases.append(_delta(chip, [1] * 64, by_channel, {"gated_delta_step": step}))
         cases.append(_delta(chip, [tokens // 2] * 2, by_channel, {"gated_delta_chunks": chunks}))
     return cases

@@ -47,7 +47,8 @@ def gated_delta(
     state, slots = start_slots(state, spans, base)
     tile = min(sizes["chunk_tokens"], max(16, 1 << (T - 1).bit_length()))
     pieces = pieces_of(spans, slots, base, tile)
-    o, state = chunks(q, k, v, g, beta, state, pieces, spans.target, tile, sizes["chunk_heads"])
+    heads = sizes["chunk_heads" if g.shape[2] == 1 else "chunk_heads_channels"]
+    o, state = chunks(q, k, v, g, beta, state, pieces, spans.target, tile, heads)
     singles = singles_of(spans, slots, base)
     q, k, v, g, beta = (a[first_tokens(spans)] for a in (q, k, v, g, beta))
     rows, state = _step(q, k, v, g, beta, state, singles, spans.target, sizes["step_heads"])

@@ -7,7 +7,7 @@ With w = u / beta, which lets beta be a factor of columns:
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -144,40 +144,42 @@ def _kernel(items, q, k, v, g, beta, _, o, state, weights, *rest, by_head):
         values = ref[:, n * width : (n + 1) * width]
         return jnp.where(mine, values, jnp.zeros_like(values))
 
-    systems, reads = [], []
+    def head(h: int, q_n, k_n, k_T, plain) -> Iterator[None]:
+        """One head of block b, a product after those before it at a time."""
+        if by_head:
+            columns, rows = of_tokens
+            sums = [jnp.broadcast_to(columns[m, b, :, h : h + 1], (Q, max(Q, dv))) for m in range(len(columns))]
+            between = total([part[:, :Q] - rows[m, b, h : h + 1] for m, part in enumerate(sums)])
+            decay = jnp.exp2(jnp.minimum(between, LARGEST))
+            seen = jnp.where(row >= column, plain[:Q] * decay, 0.0)
+            known = jnp.where(row > column, plain[Q:] * decay, 0.0)
+            from_start = jnp.exp2(total(sums)[:, :dv])
+            before = S[b, h]
+            read = product(jnp.concatenate([q_n, k_n]), before) * jnp.concatenate([from_start, from_start])
+            keys, left = k_T * weights[b, h : h + 1], before * from_start[Q - 1 :]
+        else:
+            sums = _segment_sums(of_tokens[0], lanes(g, h, dk), dtype)
+            beta_h = weights[b, h : h + 1]
+            seen, known = (a * beta_h for a in _by_channel(q_n, k_n, sums[2:], plain[:Q], row, column, dtype))
+            since, to_end = (jnp.exp2(a) for a in sums[:2])
+            before = S[b, h]
+            read = product(jnp.concatenate([a.astype(jnp.float32) * since for a in (q_n, k_n)]), before)
+            keys = jnp.swapaxes(k_n.astype(jnp.float32) * to_end, 0, 1) * beta_h
+            left = before * jnp.swapaxes(since[Q - 1 :], 0, 1)
+        yield
+        w = yield from _solution(known, lanes(v, h, dv).astype(jnp.float32) - read[Q:], row, column, product)
+        added = product(jnp.concatenate([seen, keys]), w)
+        of_o = pl.ds(pl.multiple_of((b * heads + h) * dv, 128), dv)
+        o[:, of_o] = jnp.where(mine, (read[:Q] + added[:Q]).astype(dtype), o[:, of_o])
+        S[b, h] = left + added[Q:]
+
+    stages = []
     for n in range(heads // ratio):
         q_n, k_n = lanes(q, n, dk), lanes(k, n, dk)
         k_T = jnp.swapaxes(k_n.astype(jnp.float32), 0, 1)  # [dk, Q]
-        plain = (product(q_n, k_T), product(k_n, k_T))
-        for h in range(n * ratio, (n + 1) * ratio):
-            if by_head:
-                columns, rows = of_tokens
-                sums = [jnp.broadcast_to(columns[m, b, :, h : h + 1], (Q, max(Q, dv))) for m in range(len(columns))]
-                between = total([part[:, :Q] - rows[m, b, h : h + 1] for m, part in enumerate(sums)])
-                decay = jnp.exp2(jnp.minimum(between, LARGEST))
-                seen = jnp.where(row >= column, plain[0] * decay, 0.0)
-                known = jnp.where(row > column, plain[1] * decay, 0.0)
-                from_start = jnp.exp2(total(sums)[:, :dv])
-                before = S[b, h]
-                read = [product(a, before) * from_start for a in (q_n, k_n)]
-                keys, left = k_T * weights[b, h : h + 1], before * from_start[Q - 1 :]
-            else:
-                sums = _segment_sums(of_tokens[0], lanes(g, h, dk), dtype)
-                beta_h = weights[b, h : h + 1]
-                seen, known = (a * beta_h for a in _by_channel(q_n, k_n, sums[2:], plain[0], row, column, dtype))
-                since, to_end = (jnp.exp2(a) for a in sums[:2])
-                before = S[b, h]
-                read = [product(a.astype(jnp.float32) * since, before) for a in (q_n, k_n)]
-                keys = jnp.swapaxes(k_n.astype(jnp.float32) * to_end, 0, 1) * beta_h
-                left = before * jnp.swapaxes(since[Q - 1 :], 0, 1)
-            systems.append(known)
-            reads.append((seen, lanes(v, h, dv).astype(jnp.float32) - read[1], read[0], keys, left))
-    inverses = _inverses(systems, row, column, product)
-    for h, (inverse, (seen, rest_of_v, read, keys, left)) in enumerate(zip(inverses, reads, strict=True)):
-        w = product(inverse, rest_of_v)
-        of_o = pl.ds(pl.multiple_of((b * heads + h) * dv, 128), dv)
-        o[:, of_o] = jnp.where(mine, (read + product(seen, w)).astype(dtype), o[:, of_o])
-        S[b, h] = left + product(keys, w)
+        plain = product(jnp.concatenate([q_n, k_n]), k_T)
+        stages += [head(h, q_n, k_n, k_T, plain) for h in range(n * ratio, (n + 1) * ratio)]
+    _side_by_side(stages)
     targets = (items[5, p], items[6, p])
 
     @pl.when((targets[0] >= 0) | (targets[1] >= 0))
@@ -189,6 +191,16 @@ def _kernel(items, q, k, v, g, beta, _, o, state, weights, *rest, by_head):
     @pl.when(step + 1 == steps)
     def _():
         stores.end(0, 0)
+
+
+def _side_by_side(chains: list[Iterator[None]]) -> None:
+    """Runs all to their ends, each up to its next `yield` in turn.
+
+    The compiler keeps products in the order in which it meets them: one that follows from the product before it would
+    keep the matrix unit waiting, so between the two lie those of other chains.
+    """
+    while chains:
+        chains = [chain for chain in chains if next(chain, chains) is None]
 
 
 def _when_first(index, body: Callable[[], None]) -> None:
@@ -281,34 +293,41 @@ def _by_channel(q, k, sums: list[Array], plain: Array, row: Array, column: Array
 # The triangular system
 
 
-def _inverses(systems: list[Array], row: Array, column: Array, product: Product) -> list[Array]:
-    """The inverses of I + A for each A [Q, Q], which is zero on its diagonal and above.
+def _solution(A: Array, b: Array, row: Array, column: Array, product: Product) -> Generator[None, None, Array]:
+    """w [Q, dv] with (I + A) w = b, where A [Q, Q] is zero on its diagonal and above; a product at a time.
 
-    Blocks of 8 on the diagonal by elimination, those of all a head's side by side in one register; then two neighbours
-    are joined, again and again: with C below the inverses X and Y, the inverse has -Y C X there.
+    Blocks of 8 on the diagonal are inverted by elimination, all side by side in one register. Then two neighbours are
+    joined, again and again: with C below the inverses X and Y, the inverse has -Y C X there. The last two are not: the
+    second half of w follows from the first.
     """
-    Q = row.shape[0]
-    whole = []
+    Q, half = row.shape[0], row.shape[0] // 2
     block_of_lane = lax.broadcasted_iota(jnp.int32, (BLOCK, Q), 1) // BLOCK
-    for A in systems:
-        diagonal = total(
-            [jnp.where(block_of_lane == n, A[n * BLOCK : (n + 1) * BLOCK], 0.0) for n in range(Q // BLOCK)]
-        )
-        inverse = _inverse_of_blocks(diagonal)
-        whole.append(jnp.concatenate([jnp.where(block_of_lane == n, inverse, 0.0) for n in range(Q // BLOCK)], axis=0))
+    blocks = range(Q // BLOCK)
+    diagonal = total([jnp.where(block_of_lane == n, A[n * BLOCK : (n + 1) * BLOCK], 0.0) for n in blocks])
+    inverse = _inverse_of_blocks(diagonal)
+    inverse = jnp.concatenate([jnp.where(block_of_lane == n, inverse, 0.0) for n in blocks])
     size = BLOCK
-    while size < Q:
+    while size < half:
         across = ((row ^ column) & -size == size) & (row & size == size)
         starts = range(size, Q, 2 * size)
-        for n, (A, X) in enumerate(zip(systems, whole, strict=True)):
-            below = jnp.concatenate([X[at : at + size] for at in starts], axis=0)  # [Q / 2, Q]
-            below = below - product(product(below, jnp.where(across, A, 0.0)), X)
-            pieces = []
-            for m, at in enumerate(starts):
-                pieces += [X[at - size : at], below[m * size : (m + 1) * size]]
-            whole[n] = jnp.concatenate(pieces, axis=0)
+        Y = jnp.concatenate([inverse[at : at + size] for at in starts])  # [Q / 2, Q]
+        yield
+        YC = product(Y, jnp.where(across, A, 0.0))
+        yield
+        Y = Y - product(YC, inverse)
+        joined = []
+        for n, at in enumerate(starts):
+            joined += [inverse[at - size : at], Y[n * size : (n + 1) * size]]
+        inverse = jnp.concatenate(joined)
         size *= 2
-    return whole
+    yield
+    first = product(inverse[:half, :half], b[:half])
+    yield
+    known = product(A[half:, :half], first)
+    yield
+    second = product(inverse[half:, half:], b[half:] - known)
+    yield
+    return jnp.concatenate([first, second])
 
 
 def _inverse_of_blocks(A: Array) -> Array:
