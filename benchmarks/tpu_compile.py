@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jhybrid.slices import FOLDER
+
 MODELS = Path(__file__).parent / "models"
 NAMES = ("nemotron_3_nano_30b_a3b", "granite_4_h_small", "granite_4_h_tiny", "falcon_h1_7b", "demo")
 SLICES = ("v5e-8", "v6e-8", "v5p-8", "tpu7x-8")
@@ -27,7 +29,7 @@ def compile_steps(model: str, slice_: str) -> dict[str, Any]:
     from jhybrid.cli import Compile
     from jhybrid.errors import OutOfMemoryError
     from jhybrid.fit import Fit, Site
-    from jhybrid.slices import FOLDER, read_slice
+    from jhybrid.slices import read_slice
 
     path = FOLDER / f"{slice_}.toml"
     config = Compile.of(["--config", str(path)]).engine
@@ -55,6 +57,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for name, known in (("models", NAMES), ("slices", tuple(path.stem for path in FOLDER.glob("*.toml")))):
+        if unknown := set(getattr(options, name).split(",")) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(sorted(known))}")
     if options.one:
         print(json.dumps(compile_steps(*options.one)))
         return
@@ -67,9 +72,8 @@ def main() -> None:
             done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
             row: dict[str, Any] = {"model": model, "slice": slice_}
             if done.returncode:
-                row["failed"] = done.stderr.strip()[-1500:]
-            else:
-                row |= json.loads(done.stdout.strip().splitlines()[-1])
+                sys.exit(f"{model} for {slice_}: {done.stderr.strip()[-1500:]}")
+            row |= json.loads(done.stdout.strip().splitlines()[-1])
             print(json.dumps(row), flush=True)
             rows[model, slice_] = row
             if options.output:

@@ -122,7 +122,7 @@ class Inspect:
         from jhybrid.inspection import inspect_model, print_inspection
         from kernels_pallas.gpus import GPUS
 
-        facts = inspect_model(self.engine)
+        facts = inspect_model(self.engine, None if self.gpu is None else "gpu")
         if self.gpu is not None:
             facts["fit"] = Fit(self.engine, Site.gpu(GPUS[self.gpu], self.engine.tensor_parallel_size)).report()
         if self.json:
@@ -356,7 +356,7 @@ class Serve:
         if path:
             settings.read_file(Path(path))
         settings.read_environment(variables)
-        with settings.blamed():
+        with settings.blamed(arguments):
             command = tyro.cli(cls, prog="jhybrid serve", args=arguments, default=settings.defaults())
         command = settings.with_secrets(command)
         if command.print_config:
@@ -450,7 +450,7 @@ def _settled(kind: type[Settled], name: str, arguments: list[str], flags_only: t
     path = first.parse_known_args(arguments)[0].config
     if path is not None:
         settings.read_file(path)
-    with settings.blamed():
+    with settings.blamed(arguments):
         return tyro.cli(kind, prog=f"jhybrid {name}", args=arguments, default=settings.defaults())
 
 

@@ -47,8 +47,16 @@ class Site:
 
     @classmethod
     def gpu(cls, gpu: Gpu, size: int = 1) -> "Site":
-        """GPUs of one machine that need not be there, as many as `tensor_parallel_size`."""
-        return cls(gpu.name, "gpu", gpu.kind, gpu.memory, lambda: make_mesh(gpu.devices(size)), gpu.capability)
+        """GPUs of one machine that need not be there, as many as `tensor_parallel_size`. ConfigError without their
+        compiler, when the mesh is made."""
+
+        def mesh() -> Mesh:
+            try:
+                return make_mesh(gpu.devices(size))
+            except ModuleNotFoundError as error:
+                raise ConfigError("gpu", str(error)) from error
+
+        return cls(gpu.name, "gpu", gpu.kind, gpu.memory, mesh, gpu.capability)
 
     @classmethod
     def slice(cls, slice_: Slice, config: EngineConfig) -> "Site":
@@ -88,7 +96,7 @@ class Fit:
 
     @cached_property
     def mesh(self) -> Mesh | None:
-        """ConfigError or ModuleNotFoundError where nothing compiles for the site."""
+        """ConfigError where nothing compiles for the site."""
         return self.site.mesh()
 
     def largest(self) -> list[Bucket]:

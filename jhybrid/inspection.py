@@ -39,12 +39,13 @@ LEFT_OUT = {  # key of a config.json, where it is not null, empty or 0: what of 
 }
 
 
-def inspect_model(config: EngineConfig) -> dict[str, Any]:
-    """Layers and their parts, the router's map, the memory plan and the buckets, as plain data.
+def inspect_model(config: EngineConfig, platform: str | None = None) -> dict[str, Any]:
+    """Layers and their parts, the router's map and the buckets, as plain data, for "cpu", "gpu" or "tpu".
 
-    The plan leaves out the steps' scratch, which only compiling tells. Raises ConfigError for what cannot be served.
+    Without a platform for this machine, with a memory plan for it, which leaves out the steps' scratch: only compiling
+    tells that. Raises ConfigError for what cannot be served.
     """
-    model_config, module, parts, dtype = read_model(config)
+    model_config, module, parts, dtype = read_model(config, platform)
     max_model_len = choose_max_model_len(config, model_config)
     blocks, params = _blocks(module, len(parts))
     weights = held_params(config, model_config, module, params)
@@ -62,7 +63,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
         for i, layer in enumerate(parts)
     ]
     sampler = jax.eval_shape(partial(init_state, config.max_num_seqs, model_config.vocab_size))
-    return {
+    facts = {
         "model": config.model,
         "config": type(model_config).__name__,
         "dtype": dtype,
@@ -76,12 +77,14 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
         "bytes_per_page": router.bytes_per_page,
         "bytes_per_token": router.bytes_per_page // config.page_size,
         "not_served": _left_out(load_json(find_model(config.model) / "config.json")),
-        "memory": _memory(config, router, max_model_len, tree_bytes(weights), tree_bytes(sampler)),
         "buckets": [
             {"kind": b.kind, "tokens": b.tokens, "seqs": b.seqs}
             for b in make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         ],
     }
+    if platform is None:
+        facts["memory"] = _memory(config, router, max_model_len, tree_bytes(weights), tree_bytes(sampler))
+    return facts
 
 
 def _blocks(module: nn.Module, layers: int) -> tuple[list[list[str]], dict[str, Any]]:
@@ -153,10 +156,11 @@ def print_inspection(facts: dict[str, Any], console: Console) -> None:
             place = [] if part is None else [part["array"], str(part["index"])]
             table.add_row(str(layer["layer"]), *row, *place)
     console.print(table)
-    memory = Table("kind", "amount", title="Memory plan (without the steps' scratch)")
-    for kind, amount in facts["memory"].items():
-        memory.add_row(kind, f"{amount:,}" if isinstance(amount, int) else amount)
-    console.print(memory)
+    if "memory" in facts:
+        memory = Table("kind", "amount", title="Memory plan (without the steps' scratch)")
+        for kind, amount in facts["memory"].items():
+            memory.add_row(kind, f"{amount:,}" if isinstance(amount, int) else amount)
+        console.print(memory)
     buckets = Table("kind", "tokens", "sequences", title="Buckets: one compiled executable each")
     for bucket in facts["buckets"]:
         buckets.add_row(bucket["kind"], str(bucket["tokens"]), str(bucket["seqs"]))

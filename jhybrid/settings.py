@@ -87,12 +87,13 @@ class Settings(Generic[Command]):
         return dataclasses.replace(command, **{n: v for n, v in given.items() if not getattr(command, n)})  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Lets a ConfigError raised inside say where the value came from, if no flag gave it."""
+    def blamed(self, arguments: Collection[str]) -> Iterator[None]:
+        """Lets a ConfigError raised inside say where the value came from, if no flag among `arguments` gave it."""
+        flags = {re.sub("^--(no-)?|=.*", "", argument).replace("-", "_") for argument in arguments}
         try:
             yield
         except ConfigError as error:
-            if error.field not in self._sources:
+            if error.field not in self._sources or error.field in flags:
                 raise
             message = str(error).removeprefix(f"{error.field}: ")
             raise ConfigError(error.field, f"{message} (from {self._sources[error.field]})") from error

@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.chips import Chip
 
+LONGEST_SIDE = 16
+
 # libtpu is configured by the environment alone. These keep it from looking for a TPU and for a second process.
 SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -30,8 +32,9 @@ def devices_of(topology: str) -> list[Any]:
     import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     shape = topology.partition(":")[2].split("x")
-    if not all(length.isdecimal() for length in shape):
-        raise ValueError(f"{topology!r} is not KIND:SHAPE, such as v5e:2x4")
+    # A longer side ends the process: it is more than libtpu knows of one host.
+    if not all(length.isdecimal() and 1 <= int(length) <= LONGEST_SIDE for length in shape):
+        raise ValueError(f"{topology!r} is not KIND:SHAPE, such as v5e:2x4, with sides of 1 to {LONGEST_SIDE}")
     bounds = [*map(int, shape), 1][:3]
 
     for name, value in SETTINGS.items():

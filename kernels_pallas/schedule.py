@@ -336,6 +336,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file for the rows; those of other chips and cases stay")
     parser.add_argument("--table", type=Path, help="print such a file as a table, and do nothing else")
     options = parser.parse_args()
+    for name, known in (("chips", CHIPS), ("cases", names)):
+        if unknown := set(getattr(options, name).split(",")) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     if options.table:
         print(table(json.loads(options.table.read_text())["rows"]), end="")
         return

@@ -94,11 +94,13 @@ def plan_memory(
     state = (num_slots + 1) * router.bytes_per_slot
     left = available - weights - sampler - scratch - state - copies
     if left < 0:
-        affordable = (available - weights - sampler - scratch - copies) // max(1, router.bytes_per_slot) - 1
-        remedy = f"use max_num_seqs of at most {affordable}" if affordable > 0 else "use a smaller model or more memory"
+        each = max(1, (num_slots > 0) * router.bytes_per_slot + sampler // (max_num_seqs + 1))
+        affordable = (available - weights - scratch - copies) // each - 1
+        more = "use a smaller model, more devices or more memory, or raise memory_fraction"
+        remedy = f"use max_num_seqs of at most {affordable}" if affordable > 0 else more
         raise OutOfMemoryError(
             f"weights ({weights} B), sampler ({sampler} B), scratch ({scratch} B), copies to lower tiers ({copies} B) "
-            f"and the state of {num_slots} sequences ({state} B) need "
+            f"and the state of {num_slots} sequences and of padding ({state} B) need "
             f"{weights + sampler + scratch + copies + state} B, {available} B are available; {remedy}"
         )
     snapshots = staged = size = 0
@@ -129,8 +131,13 @@ def plan_memory(
         if pages < pages_per_seq:
             raise OutOfMemoryError(
                 f"one sequence of max_model_len needs {pages_per_seq} pages "
-                f"({pages_per_seq * router.bytes_per_page} B), there is room for {pages} ({left} B); "
-                "lower max_model_len or max_num_seqs, or raise num_pages or memory_fraction"
+                f"({pages_per_seq * router.bytes_per_page} B), "
+                + (
+                    f"num_pages is {num_pages}; raise it, or lower max_model_len"
+                    if num_pages is not None
+                    else f"there is room for {pages} ({left} B); "
+                    "lower max_model_len or max_num_seqs, or raise memory_fraction"
+                )
             )
     return MemoryPlan(
         weights=weights,

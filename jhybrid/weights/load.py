@@ -299,7 +299,7 @@ def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int
     if config.max_model_len is not None:
         if limit is not None and config.max_model_len > limit:
             raise ConfigError(
-                "max_model_len", f"{config.max_model_len} is above the model's own limit {limit}; lower it"
+                "max_model_len", f"{config.max_model_len} is above the model's own limit {limit}; give at most that"
             )
         return config.max_model_len
     limit = limit or UNLIMITED_MODEL_LEN

@@ -39,7 +39,7 @@ def causal_conv(
     """As `kernels_pallas.causal_conv.causal_conv`, for `spans.target.chip`."""
     chip, (T, D), K = spans.target.chip, x.shape, weight.shape[1]
     if chip is None:
-        raise NotImplementedError("the TPU kernels of causal_conv need a chip in spans.target")
+        raise NotImplementedError("the TPU kernels of causal_conv are for TPUs, which this device is not")
     if window is None:
         raise NotImplementedError("the TPU kernels of causal_conv need a window; dense spans have none")
     if activation not in ("silu", None):

@@ -38,7 +38,7 @@ def experts(
 ) -> Array:
     """See the package; for `target.chip`."""
     if target.chip is None:
-        raise NotImplementedError("the TPU kernel of experts needs a chip in its target")
+        raise NotImplementedError("the TPU kernel of experts is for TPUs, which this device is not")
     sizes, (T, D) = block_sizes(target.chip, "experts"), x.shape
     if sizes["tokens"] < T:
         multiply = functools.partial(rows_of_groups, interpret=target.simulate is not None)

@@ -34,7 +34,7 @@ def gated_delta(
     bfloat16."""
     chip = spans.target.chip
     if chip is None:
-        raise NotImplementedError("the TPU kernels of gated_delta need a chip in spans.target")
+        raise NotImplementedError("the TPU kernels of gated_delta are for TPUs, which this device is not")
     if state is None:
         raise NotImplementedError("the TPU kernels of gated_delta need a state; dense spans have none")
     check_shapes(k, v, state)

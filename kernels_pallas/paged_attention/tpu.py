@@ -66,7 +66,7 @@ def paged_attention(
     """As `kernels_pallas.paged_attention.paged_attention`, for `spans.target.chip`. Products are in q's dtype."""
     chip = spans.target.chip
     if chip is None:
-        raise NotImplementedError("the TPU kernel of paged_attention needs a chip in spans.target")
+        raise NotImplementedError("the TPU kernel of paged_attention is for TPUs, which this device is not")
     if pages is None or v is None:
         raise NotImplementedError("the TPU kernel of paged_attention needs pages, and values beside the keys")
     check_shapes(q, k, pages, spans)

@@ -37,7 +37,7 @@ def selective_scan(
     """As `kernels_pallas.selective_scan.selective_scan`, for `spans.target.chip`."""
     chip = spans.target.chip
     if chip is None:
-        raise NotImplementedError("the TPU kernels of selective_scan need a chip in spans.target")
+        raise NotImplementedError("the TPU kernels of selective_scan are for TPUs, which this device is not")
     if state is None:
         raise NotImplementedError("the TPU kernels of selective_scan need a state; dense spans have none")
     check_shapes(x, state)

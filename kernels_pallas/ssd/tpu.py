@@ -35,7 +35,7 @@ def ssd(
     """As `kernels_pallas.ssd.ssd`, for `spans.target.chip`. With bfloat16 x, products of chunks are bfloat16."""
     chip = spans.target.chip
     if chip is None:
-        raise NotImplementedError("the TPU kernels of ssd need a chip in spans.target")
+        raise NotImplementedError("the TPU kernels of ssd are for TPUs, which this device is not")
     if state is None:
         raise NotImplementedError("the TPU kernels of ssd need a state; dense spans have none")
     check_shapes(x, B, state)

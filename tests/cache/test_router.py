@@ -103,7 +103,8 @@ def test_a_little_more_or_less_memory_gives_the_same_pages():
         ({}, 100, "use a smaller model"),
         ({}, 3800, "one sequence of max_model_len needs 4 pages"),
         ({"num_pages": 50}, 10_000, "use num_pages of at most"),
-        ({"num_pages": 3}, 10_000, "there is room for 3"),
+        ({"num_pages": 3}, 10_000, "needs 4 pages .* num_pages is 3; raise it, or lower max_model_len"),
+        ({"sampler": 90_000, "max_num_seqs": 999}, 10_000, "use max_num_seqs of at most"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(changes: dict, available: int, message: str):
