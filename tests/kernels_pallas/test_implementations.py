@@ -115,7 +115,7 @@ def test_a_gpu_is_known_by_its_compute_capability() -> None:
 
 def test_a_kernel_needs_a_chip() -> None:
     (*inputs, spans), kwargs = _arguments()
-    with pytest.raises(NotImplementedError, match="need a chip"):
+    with pytest.raises(NotImplementedError, match="are for TPUs"):
         ssd.ssd(*inputs, spans, **kwargs, implementation="tpu")
 
 
@@ -135,7 +135,7 @@ def test_settings_name_what_there_is() -> None:
 def test_what_was_asked_for_and_is_refused_is_an_error_of_the_settings() -> None:
     (*inputs, spans), kwargs = _arguments()
     target = target_of(EngineConfig(ssm_impl="tpu"), "cpu")
-    with pytest.raises(ConfigError, match=r"^ssm_impl: 'tpu': .* need a chip .*; use auto"), refusals(target):
+    with pytest.raises(ConfigError, match=r"^ssm_impl: 'tpu': .* are for TPUs.*; use auto"), refusals(target):
         ssd.ssd(*inputs, replace(spans, target=target), **kwargs)
 
 
