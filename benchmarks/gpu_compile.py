@@ -58,20 +58,20 @@ CASES = [
     *[Case("paged_attention", lens, sizes=(("dim", dim),)) for dim in (64, 256) for lens in (DECODE, PROMPT)],
     Case("paged_attention", (1,), 32767),
 ]
+LARGE = ("nemotron_h_8b", "nemotron_3_nano_30b_a3b", "kimi_linear_48b_a3b", "qwen3_next_80b_a3b")
 MODELS = {
     "demo": EngineConfig(max_model_len=256, max_num_seqs=64),
-    "nemotron_h_8b": EngineConfig(max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048),
-    "nemotron_3_nano_30b_a3b": EngineConfig(max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048),
+    **{name: EngineConfig(max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048) for name in LARGE},
 }
 
 
 def compile_kernel(case: Case) -> dict[str, Any]:
-    """One layer of an op with its kernel, compiled for an H200: memory, and the floor of bandwidth and tensor cores."""
+    """One layer of an op with its kernel, compiled for an H200: memory, and the floors."""
     h200, found = GPUS["h200"], []
     pages = -(-(case.cached + max(case.lens)) // 16) if case.op == "paged_attention" else 1
     cached = [case.cached] * len(case.lens)
     step = replace(timings.spans(list(case.lens), cached, pages), target=Target(capability=h200.capability))
-    run = timings.Run(600.0, False, h200)
+    run = timings.Run(False, h200)
 
     def arrays() -> Any:
         found.append(timings.SIZES[case.op](run, step, **dict(case.sizes)))
@@ -85,10 +85,9 @@ def compile_kernel(case: Case) -> dict[str, Any]:
 
     compiled = jax.jit(once, donate_argnums=0).lower(*h200.place((cache, inputs, step))).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    bandwidth, products = h200.floor_seconds(sizes.moved), h200.floor_seconds(0.0, sizes.flops)
+    floors = h200.floors(sizes.moved, sizes.flops, sizes.exponentials)
     return {
-        "floor_us": round(max(bandwidth, products) * 1e6, 2),
-        "floor_is": "bandwidth" if bandwidth >= products else "tensor cores",
+        "floors_us": {name: round(seconds * 1e6, 2) for name, seconds in floors.items() if seconds},
         "scratch": memory.temp_size_in_bytes,
         "cache_in_place": memory.alias_size_in_bytes >= cache.size * cache.dtype.itemsize,
         "cache_copies": whole_copies(text, cache.shape),
@@ -103,14 +102,18 @@ FACTS = {
 }
 REGISTERS, SHARED, MOST_THREADS = 65536, 233472, 2048  # of a multiprocessor
 THREADS = 128  # of a thread block, which has one warpgroup
+CORES = GPUS["h200"].cores
 START_US = 2.0  # of a kernel after another
+PORT = (
+    64 * GPUS["h200"].clock * CORES / GPUS["h200"].bandwidth
+)  # times its share of bandwidth that one of them can take
+WORKING = ("scan", "attend", "step_rows", "step")  # of an op's kernels, the first that it has does the work
 
 
 def resources(dumped: Path) -> list[dict[str, Any]]:
     """What the assembler and the launches say of each kernel that was dumped, in the order of their compilation.
 
-    `blocks_per_sm` is how many thread blocks registers and shared memory leave room for, `waves` how often all of those
-    of the GPU are filled.
+    `blocks` are all thread blocks, `blocks_per_sm` those that registers and shared memory leave room for.
     """
     kernels = []
     for file in sorted(dumped.glob("*.ptxas"), key=lambda f: f.stat().st_mtime_ns):
@@ -123,17 +126,24 @@ def resources(dumped: Path) -> list[dict[str, Any]]:
         allocated = -(-found["registers"] // 8) * 8 * THREADS
         fit = REGISTERS // allocated, SHARED // (found["shared"] + 1024), MOST_THREADS // THREADS
         found["blocks_per_sm"] = min(fit)
-        found["waves"] = round(blocks / (132 * found["blocks_per_sm"]), 3)
+        found["blocks"] = blocks
         kernels.append(found)
     return kernels
 
 
-def share_at_most(floor_us: float, kernels: list[dict[str, Any]]) -> float:
-    """The share of the roofline that is left by starting the kernels and by the last wave of the one that does the work
-    (it has most registers; of two the one with fewer thread blocks), if everything else is perfect. An estimate: a card
-    may well give less."""
-    waves = max(kernels, key=lambda kernel: (kernel["registers"], -kernel["waves"]))["waves"]
-    return round(floor_us / (floor_us * math.ceil(waves) / waves + START_US * len(kernels)), 2)
+def share_at_most(floors_us: dict[str, float], kernels: list[dict[str, Any]]) -> float:
+    """The greatest floor's share of a time that no kernel can be below: starting each kernel, and what the busiest
+    multiprocessor has to do, which takes ceil(blocks / 132) thread blocks. Their products and exponentials it does
+    alone; of the bandwidth it can draw at most 64 bytes a clock, which is `PORT` times its even share.
+
+    How long one step of a chain waits for another is not in it: that decides scans of few sequences, and only a card
+    can tell. Of several kernels all work is taken to be done by the one of `WORKING`.
+    """
+    [blocks, *_] = [kernel["blocks"] for name in WORKING for kernel in kernels if kernel["name"] == name]
+    busiest = math.ceil(blocks / CORES) * CORES / blocks  # times the even share of the work
+    slowed = {name: us * busiest / (PORT if name == "bandwidth" else 1.0) for name, us in floors_us.items()}
+    floor = max(floors_us.values())
+    return round(floor / (max(floor, *slowed.values()) + START_US * len(kernels)), 2)
 
 
 def kernels() -> list[dict[str, Any]]:
@@ -150,7 +160,7 @@ def kernels() -> list[dict[str, Any]]:
                 row |= json.loads(done.stdout.strip().splitlines()[-1])
                 told = resources(Path(folder))
                 row["kernels"] = [{"name": n} | of for n, of in zip(row["kernels"], told, strict=True)]
-                row["share_at_most"] = share_at_most(row["floor_us"], row["kernels"])
+                row["share_at_most"] = share_at_most(row["floors_us"], row["kernels"])
         print(json.dumps(row), flush=True)
         rows.append(row)
     return rows

@@ -37,6 +37,8 @@ class Gpu:
     memory: int
     bandwidth: float  # bytes of device memory
     matrix_flops: float  # bfloat16, dense
+    cores: int = 132  # multiprocessors
+    clock: float = 1.98e9
     capability: str = "9.0"  # what `jax.Device.compute_capability` says
 
     def devices(self, count: int = 1) -> list[Any]:
@@ -49,9 +51,18 @@ class Gpu:
         sharding = SingleDeviceSharding(self.devices()[0])
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
-    def floor_seconds(self, moved_bytes: float, flops: float = 0.0) -> float:
-        """The least time that moving so many bytes and so many bfloat16 operations take."""
-        return max(moved_bytes / self.bandwidth, flops / self.matrix_flops)
+    def floors(self, moved_bytes: float, flops: float = 0.0, exponentials: float = 0.0) -> dict[str, float]:
+        """The least seconds that moving so many bytes takes, and so many bfloat16 operations and exponentials: each
+        multiprocessor has 16 of those in a clock."""
+        return {
+            "bandwidth": moved_bytes / self.bandwidth,
+            "tensor cores": flops / self.matrix_flops,
+            "exponentials": exponentials / (16 * self.cores * self.clock),
+        }
+
+    def floor_seconds(self, moved_bytes: float, flops: float = 0.0, exponentials: float = 0.0) -> float:
+        """The greatest of `floors`."""
+        return max(self.floors(moved_bytes, flops, exponentials).values())
 
 
 GPUS = {
