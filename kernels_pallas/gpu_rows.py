@@ -173,8 +173,9 @@ def clear(length: Any, *refs: Any) -> None:
     @pl.when(length < refs[0].shape[0])
     def _() -> None:
         for ref in refs:
-            for n in range(0, ref.shape[1], 64):  # of more, registers spill
-                part = ref.at[:, pl.ds(n, 64)]
+            width = min(64, ref.shape[1])  # of more, registers spill
+            for n in range(0, ref.shape[1], width):
+                part = ref.at[:, pl.ds(n, width)]
                 held = load(part, MATRIX)
                 store(part, jnp.where(index(held.shape, 0) < length, held, jnp.zeros_like(held)))
         plgpu.commit_smem()

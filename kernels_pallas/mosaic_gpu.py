@@ -81,9 +81,11 @@ def races_seen() -> bool:
     return bool(races.races_found)
 
 
-def operand(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-    """Shared memory for matrices [..., m, n] that the tensor cores take; n a multiple of 64, m of 8."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+def operand(*shape: int, columns: int = 64) -> Any:
+    """Shared memory for bfloat16 matrices [..., m, n] that the tensor cores take; m a multiple of 8, n of `columns`,
+    which are 64 or 32: the same for both operands of a product."""
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
 def transposed(ref: Any) -> Any:

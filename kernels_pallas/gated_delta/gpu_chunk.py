@@ -48,7 +48,8 @@ def chunks(
     base: int | Array,
     dtype: Any,
 ) -> Array:
-    """o [T,H,dv] bfloat16 of sequences of several tokens; their states, of `dtype` in `held`, are written.
+    """o [T,H,dv] bfloat16 of sequences of several tokens; their states, of `dtype` in `held`, are written,
+    and nothing of other tokens.
 
     Arguments as of `kernels_pallas.gated_delta.gated_delta`; `table` as in `gpu_rows`. NotImplementedError for what the
     kernels do not take.
@@ -81,15 +82,15 @@ def chunks(
         of_tokens = (q, k, k, v, *solve_by_head(q, k, sums, beta, of_chunks, dk, interpret))
         decays, kept = (jnp.exp(sums), jnp.exp(sums[:, :, -1:] - sums)), jnp.exp(sums[:, :, -1])
     kernel = Kernel(H, key_heads, dk, dv, dtype, by_channel)
-    o = jax.new_ref(jnp.zeros((T, H * dv), jnp.bfloat16))
-    launch(
+    o = launch(
         kernel.scan,
-        (table, work, of_chunks, *of_tokens, kept, held, o, *decays),
+        (table, work, of_chunks, *of_tokens, kept, held, *decays),
         grid={"block": H * dv // COLUMNS, "sequence": spans.num_seqs},
+        out=jax.ShapeDtypeStruct((T, H * dv), jnp.bfloat16),
         scratch=kernel.scratch(),
         interpret=interpret,
     )
-    return jax.freeze(o).reshape(T, H, dv)
+    return o.reshape(T, H, dv)
 
 
 def _check(q: Array, k: Array, v: Array, g: Array, spans: Spans) -> None:
@@ -146,8 +147,7 @@ class Kernel:
         seen: Any,
         kept: Any,
         held: Any,
-        o: Any,
-        *decays: Any,
+        *decays_and_out: Any,
         keys: Any,
         added_keys: Any,
         queries: Any,
@@ -170,6 +170,7 @@ class Kernel:
         With decays per channel queries and keys have them already. What the next chunk brings is loaded as soon as the
         products that read what this one brought have ended.
         """
+        *decays, o = decays_and_out
         block, s = lax.axis_index("block"), lax.axis_index("sequence")
         per_head = self.dv // COLUMNS
         head = lax.div(block, per_head)

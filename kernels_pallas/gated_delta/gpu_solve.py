@@ -164,7 +164,7 @@ class Solve:
             between = by_row(load(sums.at[c, head], OF_ROWS)) - by_column(load(sums.at[c, head], OF_COLUMNS))
             decay = jnp.where(row >= column, jnp.exp(jnp.minimum(between, 0.0)), 0.0)
             plgpu.barrier_wait(arrived)
-            clear(length, queries, keys)
+            clear(length, keys)  # rows of queries stay rows: those past the end go nowhere
             store(mixed, (product(queries, transposed(keys)) * decay).astype(jnp.bfloat16))
             send(mixed, seen.at[c, head])
             A = product(keys, transposed(keys)) * decay * by_row(load(beta.at[c, head], OF_ROWS))
@@ -230,7 +230,7 @@ class Solve:
                 store(coarse.at[:, part], rounded)
                 store(fine.at[:, part], (log_decay - rounded.astype(jnp.float32)).astype(jnp.bfloat16))
             plgpu.barrier_wait(arrived)
-            clear(length, queries, keys)
+            clear(length, keys)  # rows of queries stay rows: those past the end go nowhere
 
             both = (queries, near_queries), (keys, near_keys)
             decayed(0, row + 1, *both)

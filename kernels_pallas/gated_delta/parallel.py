@@ -12,6 +12,7 @@ from kernels_pallas.recurrence import is_single
 from kernels_pallas.rows import put_rows, start_slots, states_before
 from kernels_pallas.snapshots import chunk_has_snapshot
 from kernels_pallas.spans import Spans
+from kernels_pallas.zeros import zeros_after
 
 CHUNKS_AT_ONCE = 16  # of which each has three matrices like a state beside the cache
 
@@ -33,7 +34,7 @@ def gated_delta(
     if state is None:
         raise NotImplementedError(f"{spans.kind} spans")
     tokens = (q, k, v, g.reshape(*v.shape[:2], -1), beta[:, :, None])
-    o = jnp.zeros(v.shape)
+    o = zeros_after(v.astype(jnp.float32), v.shape)
     if spans.kind == "ragged":
         state, slots = start_slots(state, spans, base)
         spans = replace(spans, read_slot=slots)

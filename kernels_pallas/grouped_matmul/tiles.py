@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.scaled_matmul.xla import whole
+from kernels_pallas.zeros import zeros_after
 
 MOST_TILE_ROWS = 64
 GATHERED_BYTES = 1 << 26  # of weights beside the originals
@@ -48,9 +49,7 @@ def _by_tiles(x: Array, weight: Array, group_sizes: Array, scale: Array | None =
         product = jnp.einsum("mti,moi->mto", part, held, preferred_element_type=jnp.float32)
         return y.at[rows].set(product.astype(y.dtype), mode="drop")
 
-    # Tied to the rows, lest XLA write the zeros of all layers at once, and keep them until each layer's turn.
-    zero, _ = lax.optimization_barrier((jnp.zeros((), x.dtype), x))
-    return lax.fori_loop(0, -(-ends[-1] // at_once), some, jnp.full((T, O), zero))
+    return lax.fori_loop(0, -(-ends[-1] // at_once), some, zeros_after(x, (T, O)))
 
 
 _differentiable = jax.custom_vjp(lambda x, weight, group_sizes: _by_tiles(x, weight, group_sizes))

@@ -9,6 +9,7 @@ from jax import Array, lax
 from kernels_pallas.paged_attention.append import append
 from kernels_pallas.paged_attention.xla import FEW_TOKENS, Rule, attend_tile, whole_blocks
 from kernels_pallas.spans import Spans
+from kernels_pallas.zeros import zeros_after
 
 CHUNKS_AT_ONCE = 16
 GATHERED_TOKENS = 1 << 15  # of the cache, of all chunks together: what is held beside it
@@ -32,7 +33,8 @@ def paged_attention(
         raise NotImplementedError("dense spans")
     rule = Rule(scale, sliding_window, soft_cap)
     pages = append(k, v, pages, spans, base)
-    o = jnp.zeros(q.shape, jnp.float32)
+    queries = q.astype(jnp.float32)
+    o = zeros_after(queries, q.shape)
     if spans.kind == "decode":
         tiles, at_once = [1], spans.num_seqs
     else:
@@ -40,7 +42,7 @@ def paged_attention(
         tiles, at_once = sorted({min(FEW_TOKENS, most), most}), min(CHUNKS_AT_ONCE, spans.chunk_len.shape[0])
     for longer_than, tile in zip([0, *tiles], tiles, strict=False):
         sizes = {"kv_heads": k.shape[1], "tile": tile, "longer_than": longer_than, "at_once": at_once}
-        o = _attend_chunks(q.astype(jnp.float32), pages, spans, base, rule, o, **sizes)
+        o = _attend_chunks(queries, pages, spans, base, rule, o, **sizes)
     return o.astype(q.dtype), pages
 
 

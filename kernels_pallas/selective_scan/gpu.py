@@ -43,7 +43,7 @@ def selective_scan(
     layout, interpret = strided(CHANNELS), spans.target.simulate
     table, (work, chunks) = table_of(spans, base), chunks_of(spans, base)
     xf, dt, B, C = (a.astype(jnp.float32) for a in (x, dt, B, C))
-    held, y = jax.new_ref(state), jax.new_ref(jnp.zeros(x.shape, jnp.float32))
+    held = jax.new_ref(state)
 
     def scan(table: Any, work: Any, chunks: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, held: Any, y: Any) -> None:
         s, at = lax.axis_index("sequence"), pl.ds(lax.axis_index("block") * CHANNELS, CHANNELS)
@@ -79,13 +79,15 @@ def selective_scan(
             save(lax.fori_loop(0, count, chunk, h), table[s, STORE])
 
     move_vectors(table, held, N, CHANNELS, interpret)
-    launch(
+    y = launch(
         scan,
-        (table, work, chunks, xf, dt, A.astype(jnp.float32).T, B, C, held, y),
+        (table, work, chunks, xf, dt, A.astype(jnp.float32).T, B, C, held),
         grid={"block": width // CHANNELS, "sequence": spans.num_seqs},
+        out=jax.ShapeDtypeStruct(x.shape, jnp.float32),
         scratch={},
         interpret=interpret,
         approximate=True,
     )
-    answer = jax.freeze(y) + D.astype(jnp.float32) * xf
+    # nothing is written for padding
+    answer = jnp.where(spans.token_valid()[:, None], y + D.astype(jnp.float32) * xf, 0.0)
     return answer.astype(x.dtype), jax.freeze(held)

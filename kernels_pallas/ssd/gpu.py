@@ -45,8 +45,9 @@ from kernels_pallas.recurrence import is_single
 from kernels_pallas.spans import Spans
 
 Q = 64  # most tokens of a chunk, and rows of a matrix that the tensor cores multiply
-COLUMNS = 64  # of a state that a thread block takes
-MOST_STATE_IN_PAIRS = 128  # rows of a state up to which shared memory has room for two chunks
+COLUMNS = 64  # of a state that a thread block takes, in its registers
+STAGES = 2  # chunks in shared memory
+MOST_ROWS = 128  # of such a state: with more rows it takes half the columns
 
 
 def ssd(
@@ -126,7 +127,8 @@ def _chunks(
     base: int | Array,
     dtype: Any,
 ) -> Array:
-    """y [T, H*P] float32 of sequences of several tokens, without the term of D; their states are written."""
+    """y [T, H*P] float32 of sequences of several tokens, without the term of D; their states are written, and nothing
+    of other tokens."""
     (T, H, P), (_, G, N) = x.shape, B.shape
     places = spans.chunk_start[:, None] + jnp.arange(Q)
     valid = jnp.arange(Q) < spans.chunk_len[:, None]  # [chunks, Q]
@@ -140,8 +142,7 @@ def _chunks(
     work, of_chunks = chunks_of(spans, base)
     work = jnp.where(is_single(spans)[:, None], 0, work)  # those have a kernel of their own
     kernel = Kernel(H, P, G, N, dtype)
-    y = jax.new_ref(jnp.zeros((T, H * P), jnp.float32))
-    launch(
+    return launch(
         kernel.scan,
         (
             table,
@@ -155,14 +156,13 @@ def _chunks(
             B,
             C,
             held,
-            y,
         ),
-        grid={"block": H * P // COLUMNS, "sequence": spans.num_seqs},
+        grid={"block": H * P // kernel.columns, "sequence": spans.num_seqs},
+        out=jax.ShapeDtypeStruct((T, H * P), jnp.float32),
         scratch=kernel.scratch(),
         interpret=spans.target.simulate,
         approximate=True,
     )
-    return jax.freeze(y)
 
 
 @dataclass(frozen=True)
@@ -176,22 +176,23 @@ class Kernel:
     dtype: Any  # of the state
 
     @property
-    def stages(self) -> int:
-        """Chunks in shared memory."""
-        return 2 if self.state_size <= MOST_STATE_IN_PAIRS else 1
+    def columns(self) -> int:
+        """Of a state, in the registers of a thread block."""
+        return COLUMNS if self.state_size <= MOST_ROWS else COLUMNS // 2
 
     def scratch(self) -> dict[str, Any]:
-        N, stages = self.state_size, self.stages
+        N, columns = self.state_size, self.columns
+        matrix = partial(operand, columns=columns)
         return {
-            "values": operand(stages, Q, COLUMNS),
-            "keys": operand(stages, Q, N),
-            "queries": operand(stages, Q, N),
-            "before": operand(N, COLUMNS),
-            "weighted": operand(Q, COLUMNS),
-            "mixing": operand(Q, Q),
-            "answer": plgpu.SMEM((Q, COLUMNS), jnp.float32),
-            "row": plgpu.SMEM((N, COLUMNS), self.dtype),
-            "arrived": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            "values": matrix(STAGES, Q, columns),
+            "keys": matrix(STAGES, Q, N),
+            "queries": matrix(STAGES, Q, N),
+            "before": matrix(N, columns),
+            "weighted": matrix(Q, columns),
+            "mixing": matrix(Q, Q),
+            "answer": plgpu.SMEM((Q, columns), jnp.float32),
+            "row": plgpu.SMEM((N, columns), self.dtype),
+            "arrived": plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
             "loaded": plgpu.Barrier(),
         }
 
@@ -226,9 +227,9 @@ class Kernel:
         y_i = sum_{j<=i} C_i B_j decay(i, j) dt_j x_j + decay(i, start) C_i h
         """
         block, s = lax.axis_index("block"), lax.axis_index("sequence")
-        head = lax.div(block * COLUMNS, self.head_dim)
+        head = lax.div(block * self.columns, self.head_dim)
         group = lax.div(head, self.heads // self.groups)
-        at, of_group = pl.ds(block * COLUMNS, COLUMNS), pl.ds(group * self.state_size, self.state_size)
+        at, of_group = pl.ds(block * self.columns, self.columns), pl.ds(group * self.state_size, self.state_size)
         first, count = work[s, 0], work[s, 1]
         parts = [pl.ds(n, 64) for n in range(0, self.state_size, 64)]
 
@@ -265,29 +266,28 @@ class Kernel:
             fetch(first, 0)
 
             def chunk(i: Any, h: Any) -> Any:
-                c, slot, length = first + i, lax.rem(i, self.stages), chunks[first + i, 1]
-                if self.stages == 2:
-                    pl.when(i + 1 < count)(partial(fetch, c + 1, 1 - slot))
+                c, slot, length = first + i, lax.rem(i, STAGES), chunks[first + i, 1]
+                pl.when(i + 1 < count)(partial(fetch, c + 1, 1 - slot))
                 plgpu.barrier_wait(arrived.at[slot])
                 C_c, B_c, x_c = queries.at[slot], keys.at[slot], values.at[slot]
 
                 clear(length, B_c, x_c)
-                by_row = partial(lax.broadcast_in_dim, shape=(Q, COLUMNS), broadcast_dimensions=(0,))
+                by_row = partial(lax.broadcast_in_dim, broadcast_dimensions=(0,))
                 by_column = partial(lax.broadcast_in_dim, shape=(Q, Q), broadcast_dimensions=(1,))
-                x_w = load(x_c, MATRIX).astype(jnp.float32) * by_row(load(to_end.at[c, head], OF_ROWS))
-                store(weighted, x_w.astype(jnp.bfloat16))
+                weights = by_row(load(to_end.at[c, head], OF_ROWS), (Q, self.columns))
+                store(weighted, (load(x_c, MATRIX).astype(jnp.float32) * weights).astype(jnp.bfloat16))
                 for part, some in zip(parts, h, strict=True):
                     store(before.at[part], some.astype(jnp.bfloat16))
                 plgpu.commit_smem()
 
                 since = load(sums.at[c, head], OF_ROWS)
-                between = by_row(since) - by_column(load(sums.at[c, head], OF_COLUMNS))
+                between = by_row(since, (Q, Q)) - by_column(load(sums.at[c, head], OF_COLUMNS))
                 seen = index((Q, Q), 0) >= index((Q, Q), 1)
                 mixed = product(C_c, transposed(B_c)) * by_column(load(dt.at[c, head], OF_COLUMNS))
                 mixed = jnp.where(seen, mixed * jnp.exp(jnp.minimum(between, 0.0)), 0.0)
                 store(mixing, mixed.astype(jnp.bfloat16))
                 plgpu.commit_smem()
-                y_c = product(C_c, before) * by_row(jnp.exp(since)) + product(mixing, x_c)
+                y_c = product(C_c, before) * by_row(jnp.exp(since), (Q, self.columns)) + product(mixing, x_c)
                 kept = over_all[c, head]
                 h = tuple(
                     some * kept + product(transposed(keys.at[slot, :, part]), weighted)
@@ -298,8 +298,6 @@ class Kernel:
                 put_run(answer, y.at[:, at], chunks[c, 0], length, Q)
                 plgpu.wait_smem_to_gmem(0)
                 pl.when(chunks[c, 2] >= 0)(partial(save, h, chunks[c, 2]))
-                if self.stages == 1:
-                    pl.when(i + 1 < count)(partial(fetch, c + 1, 0))
                 return h
 
             h = lax.fori_loop(0, count, chunk, h)

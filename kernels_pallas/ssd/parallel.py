@@ -12,6 +12,7 @@ from kernels_pallas.snapshots import chunk_has_snapshot
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd.chunk import HIGHEST, read_state, within_chunk
 from kernels_pallas.ssd.tokens import Tokens, by_tokens
+from kernels_pallas.zeros import zeros_after
 
 CHUNKS_AT_ONCE = 32  # whose states are held beside the cache; more would need more memory, fewer leave lanes idle
 
@@ -79,7 +80,7 @@ def _chunks(tokens: Tokens, state: Array, spans: Spans, base: int | Array) -> tu
         return y.at[jnp.where(valid, places, T)].set(y_c, mode="drop"), state
 
     turns = -(-spans.num_chunks // K)
-    return lax.fori_loop(0, turns, many, (jnp.zeros(tokens[0].shape), state))
+    return lax.fori_loop(0, turns, many, (zeros_after(tokens[0], tokens[0].shape), state))
 
 
 def _taken(a: Array, places: Array, valid: Array) -> Array:

@@ -116,6 +116,7 @@ SPECS = [
     _case("decode-extreme-dt", decode([3, 9, 1], 4), dt_bias=120.0, atol=2e-3),
     _case("gpu-mixed", _GPU_MIXED, **_GPU, groups=2, layer=1, slow=True),
     _case("gpu-state128", ragged([70, 3], [3, 0], 64), **dict(_GPU, state_size=128, heads=1), slow=True),
+    _case("gpu-state256", ragged([70, 3], [3, 0], 64), **dict(_GPU, state_size=256, heads=1), slow=True),
     _case("gpu-strong-decays", ragged([70], [5], 64), **_GPU, rates=(3000.0, 1e-3), slow=True),
     _case("tpu-mixed", _TPU_MIXED, **_TPU),
     _case("tpu-mixed-bfloat16", _TPU_MIXED, **_TPU_SLOW, dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, atol=0.1),

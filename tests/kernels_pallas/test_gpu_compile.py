@@ -146,6 +146,22 @@ def test_experts_of_few_tokens_are_read_where_they_lie(gated: bool, tokens: int,
     assert compiled.memory_analysis().temp_size_in_bytes < handed_on
 
 
+def test_layers_of_experts_share_their_scratch() -> None:
+    E, width, rows = 32, 512, 20480
+
+    def scratch(layers: int) -> int:
+        def run(x: Any, weights: Any, sizes: Any) -> Any:
+            for layer in range(layers):
+                x = grouped_matmul(x, weights[layer], sizes)
+            return x
+
+        weights = Shape((layers, E, width, width), BF16)
+        compiled = _compiled(run, Shape((rows, width), BF16), weights, Shape((E,), jnp.int32))
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert scratch(8) < 1.5 * scratch(1)
+
+
 def test_the_probe_sees_a_copy() -> None:
     """The loops that suit a CPU transpose the whole state on a GPU: what the probe is for."""
     compiled, held, _ = _op("ssd", "decode", "xla")

@@ -53,7 +53,9 @@ def test_agrees_with_the_reference_and_has_no_races(op: str, spec: Any) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("op", "name"), [("ssd", "gpu-mixed"), ("gated_delta", "gpu-chunks")])
+@pytest.mark.parametrize(
+    ("op", "name"), [("ssd", "gpu-mixed"), ("gated_delta", "gpu-chunks"), ("gated_delta", "gpu-chunks-channels")]
+)
 def test_a_sequence_of_nan_spoils_no_other(op: str, name: str) -> None:
     """Its tokens lie in the last chunk of the one before it, past its end."""
     module, specs = test_contract._load(op)
