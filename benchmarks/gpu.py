@@ -173,7 +173,8 @@ def gated_delta_sizes(run: Run, step: Spans, by_channel: bool = False) -> Sizes:
     flops = 0.0 if step.kind == "decode" else 2.0 * tokens * heads * (4 * 64 * dim + 4 * dim * dim)
     state = jnp.zeros((seqs + 1, heads, dim, dim))
     inputs = (k, k, v, g, jnp.ones((tokens, heads)) / 2)
-    return Sizes(inputs, state, 2.0 * seqs * state[0].size * 4, flops)
+    moved = 2.0 * seqs * state[0].size * 4 + 4.0 * (k.size + v.size + g.size)
+    return Sizes(inputs, state, moved, flops)
 
 
 def selective_scan_sizes(run: Run, step: Spans) -> Sizes:
