@@ -32,8 +32,9 @@ from rich.table import Table
 from jhybrid.bench import measure
 from jhybrid.config import EngineConfig
 from jhybrid.machine import machine
+from kernels_pallas.experts import experts
+from kernels_pallas.experts.specs import SPECS
 from kernels_pallas.gpus import GPUS, Gpu
-from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.spans import Spans, make_spans
 from kernels_pallas.specs import Spec
 from kernels_pallas.target import Target
@@ -50,10 +51,14 @@ class Run:
     small: bool
     gpu: Gpu
 
+    @property
+    def target(self) -> Target:
+        """The device at hand."""
+        return Target(capability=getattr(jax.devices()[0], "compute_capability", None))
+
     def on(self, step: Spans) -> Spans:
         """The spans of a step, to be run on the device at hand."""
-        capability = getattr(jax.devices()[0], "compute_capability", None)
-        return replace(step, target=Target(capability=capability))
+        return replace(step, target=self.target)
 
 
 def timed(program: Any, cache: Any, *inputs: Any) -> float:
@@ -237,17 +242,39 @@ def time_op(run: Run, op: str, name: str, lens: list[int], cached: int, **more: 
     return floors(run, seconds, sizes.moved, sizes.flops, sizes.exponentials)
 
 
-def time_experts(run: Run, tokens: int) -> dict[str, Any]:
-    experts, out, width = (8, 32, 64) if run.small else (128, 1856, 2688)
-    rows = tokens * 6
-    sizes = np.bincount(np.random.default_rng(0).integers(0, experts, rows), minlength=experts).astype(np.int32)
+def experts_sizes(run: Run, tokens: int) -> Sizes:
+    """Of 128 experts without a gate, of which each token chooses six; the weights are in place of a cache."""
+    count, size, width, k = (8, 64, 128, 2) if run.small else (128, 1856, 2688, 6)
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation(count)[:k] for _ in range(tokens)]).astype(np.int32)
+    weights = normal(count, size, width) / width**0.5, normal(count, width, size) / size**0.5
+    products = 2.0 * size * width  # weights of an expert, or multiply-adds of a token with it
+    moved = 2.0 * (len(np.unique(chosen)) * products + 3 * tokens * width)
+    inputs = normal(tokens, width), jnp.asarray(chosen), jnp.full(chosen.shape, 1 / k)
+    return Sizes(inputs, weights, moved, 2.0 * chosen.size * products, options={"activation": "relu2"})
 
-    def once(weight: Any, x: Any, sizes: Any) -> Any:
-        return weight, grouped_matmul(x, weight, sizes)
 
-    seconds = timed(jax.jit(once, donate_argnums=0), normal(experts, out, width), normal(rows, width), sizes)
-    hit = int((sizes > 0).sum())
-    return floors(run, seconds, 2.0 * (hit * out * width + rows * (out + width)), 2.0 * rows * out * width)
+def time_experts(run: Run, tokens: int, name: str) -> dict[str, Any]:
+    sizes = experts_sizes(run, tokens)
+
+    def once(weights: Any, inputs: Any) -> Any:
+        return weights, experts(*inputs, *weights, **sizes.options, target=run.target, implementation=name)
+
+    seconds = timed(jax.jit(once, donate_argnums=0), sizes.cache, sizes.inputs)
+    return floors(run, seconds, sizes.moved, sizes.flops)
+
+
+def check_experts(run: Run, spec: Spec) -> dict[str, Any]:
+    """As `check`, of the op that has no cache."""
+    with jax.default_device(host()):
+        args, options = spec.build(0)
+        want = experts(*args, **options, implementation="reference")
+    args = jax.device_put(args, jax.devices()[0])
+    got = experts(*args, **options, target=run.target, implementation="gpu")
+    worst = float(np.max(np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64)), initial=0.0))
+    if not worst <= spec.atol:
+        raise AssertionError(f"differs from the reference by {worst}, which may be {spec.atol}")
+    return {"worst": worst}
 
 
 def floors(run: Run, seconds: float, moved: float, flops: float = 0.0, exponentials: float = 0.0) -> dict[str, Any]:
@@ -337,8 +364,12 @@ def op_section(run: Run, op: str) -> list[Piece]:
 
 
 def experts_section(run: Run) -> list[Piece]:
-    tokens = [1, 4] if run.small else [1, 64, 2048]
-    return [Piece(f"{t} tokens", 10, partial(time_experts, run, t)) for t in tokens]
+    steps = {"gpu": [1, 4], "xla": [1, 4]} if run.small else {"gpu": [64, 1, 128, 256], "xla": [64, 1, 2048]}
+    of_kernels = [spec for spec in SPECS if spec.name.startswith("gpu-")]
+    pieces = [Piece(f"gpu checked: {spec.name}", 3, partial(check_experts, run, spec)) for spec in of_kernels]
+    for name, tokens in steps.items():
+        pieces += [Piece(f"{name}, {t} tokens", 10, partial(time_experts, run, t, name)) for t in tokens]
+    return pieces
 
 
 def served_section(run: Run, config: Callable[[], dict[str, Any]]) -> list[Piece]:

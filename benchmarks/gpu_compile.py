@@ -1,11 +1,11 @@
 """What can be known of GPUs without one: kernels and whole steps compiled for Hopper, their resources and their floors.
 
-    JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py [--only kernels|steps] [--models ...] [--gpus ...]
+    JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py [--only kernels|steps] [--ops ...] [--models ...] [--gpus ...]
         [--devices ...] [--output FILE]
 
 Needs the extra `gpu-compile`. Kernels are compiled in processes of their own, since the assembler tells of registers,
 spills and shared memory in files alone. An earlier output is kept where this run has nothing newer: kernels by version
-of JAX, steps by model, GPU and number of devices.
+of JAX and op, steps by model, GPU and number of devices.
 """
 
 import argparse
@@ -57,6 +57,7 @@ CASES = [
     *[Case("ssd", lens, sizes=(("state", 256),)) for lens in (DECODE, PROMPT)],
     *[Case("paged_attention", lens, sizes=(("dim", dim),)) for dim in (64, 256) for lens in (DECODE, PROMPT)],
     Case("paged_attention", (1,), 32767),
+    *[Case("experts", (1,) * tokens, 0) for tokens in (1, 64, 128)],
 ]
 LARGE = ("nemotron_h_8b", "nemotron_3_nano_30b_a3b", "kimi_linear_48b_a3b", "qwen3_next_80b_a3b")
 MODELS = {
@@ -74,13 +75,18 @@ def compile_kernel(case: Case) -> dict[str, Any]:
     run = timings.Run(False, h200)
 
     def arrays() -> Any:
-        found.append(timings.SIZES[case.op](run, step, **dict(case.sizes)))
+        if case.op == "experts":
+            found.append(timings.experts_sizes(run, len(case.lens)))
+        else:
+            found.append(timings.SIZES[case.op](run, step, **dict(case.sizes)))
         return found[0].inputs, found[0].cache
 
     inputs, cache = jax.eval_shape(arrays)
     sizes, function = found[0], getattr(import_module(f"kernels_pallas.{case.op}"), case.op)
 
     def once(cache: Any, inputs: Any, step: Any) -> Any:
+        if case.op == "experts":
+            return cache, function(*inputs, *cache, **sizes.options, target=step.target, implementation="gpu")
         return function(*inputs, cache, step, **sizes.options, implementation="gpu")[::-1]
 
     compiled = jax.jit(once, donate_argnums=0).lower(*h200.place((cache, inputs, step))).compile()
@@ -89,8 +95,8 @@ def compile_kernel(case: Case) -> dict[str, Any]:
     return {
         "floors_us": {name: round(seconds * 1e6, 2) for name, seconds in floors.items() if seconds},
         "scratch": memory.temp_size_in_bytes,
-        "cache_in_place": memory.alias_size_in_bytes >= cache.size * cache.dtype.itemsize,
-        "cache_copies": whole_copies(text, cache.shape),
+        "cache_in_place": memory.alias_size_in_bytes >= sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)),
+        "cache_copies": sum(whole_copies(text, a.shape) for a in jax.tree.leaves(cache)),
         "kernels": [name for _, name in kernel_names(text)],
     }
 
@@ -107,7 +113,7 @@ START_US = 2.0  # of a kernel after another
 PORT = (
     64 * GPUS["h200"].clock * CORES / GPUS["h200"].bandwidth
 )  # times its share of bandwidth that one of them can take
-WORKING = ("scan", "attend", "step_rows", "step")  # of an op's kernels, the first that it has does the work
+WORKING = ("scan", "attend", "step_rows", "step", "enter")  # of an op's kernels, the first that it has does the work
 
 
 def resources(dumped: Path) -> list[dict[str, Any]]:
@@ -146,9 +152,11 @@ def share_at_most(floors_us: dict[str, float], kernels: list[dict[str, Any]]) ->
     return round(floor / (max(floor, *slowed.values()) + START_US * len(kernels)), 2)
 
 
-def kernels() -> list[dict[str, Any]]:
+def kernels(ops: list[str]) -> list[dict[str, Any]]:
     rows = []
     for number, case in enumerate(CASES):
+        if case.op not in ops:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
             command = [sys.executable, __file__, "--kernel", str(number)]
@@ -183,6 +191,8 @@ def steps(model: str, gpu: str, devices: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("kernels", "steps"))
+    ops = sorted({case.op for case in CASES})
+    parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--gpus", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 8])
@@ -202,7 +212,8 @@ def main() -> None:
 
     found["command"] = "JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py"
     if arguments.only != "steps":
-        found["kernels"][jax.__version__] = kernels()
+        others = [row for row in found["kernels"].get(jax.__version__, []) if row["op"] not in arguments.ops]
+        found["kernels"][jax.__version__] = others + kernels(arguments.ops)
         keep()
     if arguments.only == "kernels":
         return

@@ -160,5 +160,5 @@ def test_as_a_command(file: Path):
 def test_a_flag_is_not_blamed_on_the_file_that_sets_the_same(file: Path):
     file.write_text("page_size = 64")
     for flags in (["--page-size", "0"], ["--page-size=0"]):
-        with pytest.raises(ConfigError, match="^page_size: must be a positive integer, got 0$"):
+        with pytest.raises(ConfigError, match=r"^page_size: must be a positive integer, got 0$"):
             Serve.of(["--config", str(file), *flags])
