@@ -110,10 +110,10 @@ REGISTERS, SHARED, MOST_THREADS = 65536, 233472, 2048  # of a multiprocessor
 THREADS = 128  # of a thread block, which has one warpgroup
 CORES = GPUS["h200"].cores
 START_US = 2.0  # of a kernel after another
-PORT = (
-    64 * GPUS["h200"].clock * CORES / GPUS["h200"].bandwidth
-)  # times its share of bandwidth that one of them can take
-WORKING = ("scan", "attend", "step_rows", "step", "enter")  # of an op's kernels, the first that it has does the work
+# How many times its even share of the bandwidth a multiprocessor can take.
+PORT = 64 * GPUS["h200"].clock * CORES / GPUS["h200"].bandwidth
+# Of an op's kernels, the first that it has does the work.
+WORKING = ("scan", "attend", "step_rows", "step", "up_projection")
 
 
 def resources(dumped: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jhybrid.slices import FOLDER
+from jhybrid.slices import FOLDER, read_slice
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("nemotron_3_nano_30b_a3b", "granite_4_h_small", "granite_4_h_tiny", "falcon_h1_7b", "demo")
@@ -29,7 +29,6 @@ def compile_steps(model: str, slice_: str) -> dict[str, Any]:
     from jhybrid.cli import Compile
     from jhybrid.errors import OutOfMemoryError
     from jhybrid.fit import Fit, Site
-    from jhybrid.slices import read_slice
 
     path = FOLDER / f"{slice_}.toml"
     config = Compile.of(["--config", str(path)]).engine

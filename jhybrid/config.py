@@ -80,6 +80,8 @@ class EngineConfig:
     best where that does not support the model; a named one refuses instead."""
     ssm_impl: str = "auto"
     """The same for the ops with recurrent state: scans, delta rule and convolution."""
+    moe_impl: str = "auto"
+    """The same for experts."""
     tensor_parallel_size: int = 1
     """Devices over which each layer is spread: heads, channels, experts and vocabulary are shared out among them."""
     base_seed: int = 0
@@ -122,7 +124,7 @@ class EngineConfig:
             raise ConfigError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ConfigError("state_dtype", f"{self.state_dtype!r} is not one of float32, bfloat16")
-        for name in ("attention_impl", "ssm_impl"):
+        for name in ("attention_impl", "ssm_impl", "moe_impl"):
             if getattr(self, name) not in IMPLEMENTATIONS:
                 raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         if self.memory_fraction is not None and not (_is_share(self.memory_fraction) and self.memory_fraction > 0):

@@ -16,7 +16,8 @@ def target_of(config: EngineConfig, device_kind: str, capability: str | None = N
     `capability` is an NVIDIA GPU's compute capability, as "9.0". Raises ConfigError for pages that the device does not
     update in place.
     """
-    attention, ssm = (None if impl == "auto" else impl for impl in (config.attention_impl, config.ssm_impl))
+    asked = config.attention_impl, config.ssm_impl, config.moe_impl
+    attention, ssm, moe = (None if impl == "auto" else impl for impl in asked)
     chip = chip_of(device_kind)
     if chip is not None and config.kv_cache_dtype == "fp8" and config.page_size % TILE:
         raise ConfigError(
@@ -24,7 +25,7 @@ def target_of(config: EngineConfig, device_kind: str, capability: str | None = N
             f"{config.page_size} with kv_cache_dtype fp8 on a TPU, whose tiles have {TILE} tokens of 8 bits; "
             f"use a multiple of {TILE}",
         )
-    return Target(chip, attention, ssm, capability=capability)
+    return Target(chip, attention, ssm, moe, capability=capability)
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def refusals(target: Target) -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
-        asked = {"attention_impl": target.attention, "ssm_impl": target.ssm}
+        asked = {"attention_impl": target.attention, "ssm_impl": target.ssm, "moe_impl": target.moe}
         named = {name: impl for name, impl in asked.items() if impl is not None}
         if not named:
             raise

@@ -89,7 +89,11 @@ class Settings(Generic[Command]):
     @contextlib.contextmanager
     def blamed(self, arguments: Collection[str]) -> Iterator[None]:
         """Lets a ConfigError raised inside say where the value came from, if no flag among `arguments` gave it."""
-        flags = {re.sub("^--(no-)?|=.*", "", argument).replace("-", "_") for argument in arguments}
+        flags = {
+            re.sub("^--(no-)?|=.*", "", argument).replace("-", "_")
+            for argument in arguments
+            if argument.startswith("--")
+        }
         try:
             yield
         except ConfigError as error:

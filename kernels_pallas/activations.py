@@ -10,7 +10,7 @@ from jax import Array
 
 def relu2(x: Array) -> Array:
     """max(x, 0)^2 (So et al. 2021, "Primer")."""
-    return jnp.square(jax.nn.relu(x))
+    return jnp.square(jnp.maximum(x, 0))
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.target import Target
 
 MATRIX = plgpu.Layout.WGMMA  # [64 n, 8 m]: as the tensor cores hold accumulators
+ENOUGH_BLOCKS = 264  # thread blocks that fill a GPU: two on each of 132 multiprocessors
 OF_ROWS, OF_COLUMNS = MATRIX.reduce(1), MATRIX.reduce(0)  # what is one number per row, or per column, of such a matrix
 
 

@@ -26,7 +26,6 @@ from kernels_pallas.deviceless import compile_for
 from kernels_pallas.experts import experts
 from kernels_pallas.experts.tpu import inner_block
 from kernels_pallas.gated_delta import gated_delta
-from kernels_pallas.grouped_matmul.tpu import LANES
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.selective_scan import selective_scan
 from kernels_pallas.spans import Spans, make_spans
@@ -150,7 +149,7 @@ def _delta_cases(chip: Chip) -> list[Case]:
         per_token = 2 * (2 * Hk * D + 2 * H * D) + 4 * H + decay
         flops = 2 * tokens * (H * (3 * D * D + Q * D) + Hk * Q * D)
         blocks = H // block_sizes(chip, "gated_delta")["chunk_heads" if not by_channel else "chunk_heads_channels"]
-        # As of ssd.
+        # The first block of a piece prepares the others, as in `_ssd_cases`.
         moved, shares = tokens * per_token + 2 * 2 * state, (1 / blocks, 1 / 8)
         chunks = Work(tokens // 128 * blocks, moved, flops, shares=shares)
         cases.append(_delta(chip, [1] * 64, by_channel, {"gated_delta_step": step}))
@@ -187,7 +186,7 @@ def _expert_cases(chip: Chip) -> list[Case]:
         up, down = _array(held, E, I, D), _array(held, E, D, I)
         scales = () if held is BF16 else (_array(F32, E, I, 1), _array(F32, E, D, 1))
         arrays = (_array(BF16, T, D), _array(jnp.int32, T, k), _array(F32, T, k), up, down, *scales)
-        steps = E * I // inner_block(up, down, LANES if scales else 16, block_sizes(chip, "experts")["bytes"])
+        steps = E * I // inner_block(up, down, bool(scales), block_sizes(chip, "experts")["bytes"])
         work = Work(steps, 2 * E * I * D * up.dtype.itemsize, 4 * T * E * I * D)
         function = partial(experts, activation="relu2", target=Target(chip), implementation="tpu")
         shape = f"{T} tokens of {D}, {E} experts of {I}, all chosen"

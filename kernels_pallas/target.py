@@ -17,6 +17,7 @@ class Target:
     chip: Chip | None = None  # the TPU; None elsewhere
     attention: str | None = None  # forced for paged_attention
     ssm: str | None = None  # forced for the ops with recurrent state
+    moe: str | None = None  # forced for experts
     simulate: Any = None  # parameters of the simulator of TPU, or GPU, kernels, to run them in it
     capability: str | None = None  # the NVIDIA GPU's compute capability, as "9.0"; None elsewhere
 

@@ -1,6 +1,7 @@
 """The GPU benchmark's way of going on: it is tried on CPU, so that it does not die on the card."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -69,14 +70,15 @@ def test_what_fails_dies_hangs_or_does_not_fit_is_written_down_and_the_rest_goes
     assert spoils["failed"].startswith("TypeError")
     assert (killed["name"], killed["failed"]) == ("killed", "its process ended with SIGKILL: ")
     assert long["skipped"].startswith("needs 2000 s")
-    assert hangs["failed"].startswith("hung for 2 s")
+    assert re.match(r"hung for \d+ s", hangs["failed"])
     assert again["name"] == "good again"
     [broken] = found["sections"]["broken"]
     assert broken["failed"].endswith("ImportError: no such thing")
     assert found["sections"]["two"][0]["us"] == 4.0
     assert json.loads(file.read_text()) == found
     assert gpu.table_of(found).row_count == 9
-    late = gpu.run_all(worker, ["late", "two"], time.time() + 1)["sections"]
+    monkeypatch.setattr(gpu.apart, "LEAST_PATIENCE", 100.0)
+    late = gpu.run_all(worker, ["late", "two"], time.time() + 5)["sections"]
     assert [piece["name"] for piece in late["late"]] == ["slow", "last"]
     assert late["late"][0]["failed"] == "the time was over"
     assert late["late"][1]["skipped"] == "needs 7 s, 0 s are left"
@@ -112,7 +114,9 @@ def test_every_section_runs_at_small_sizes(gpu) -> None:
     found = gpu.run_all([sys.executable, str(SCRIPT), "--small"], list(gpu.sections(True)), time.time() + 1700)
     pieces = [(title, piece) for title, pieces in found["sections"].items() for piece in pieces]
     failed = {f"{title}: {piece['name']}": piece["failed"] for title, piece in pieces if "failed" in piece}
-    needs_the_card = ("gpu", "PyTorch")
-    assert [at for at in failed if not any(word in at for word in needs_the_card)] == []
+    no_gpu = "NotImplementedError: the kernels are for NVIDIA GPUs"
+    assert [
+        at for at, why in failed.items() if "PyTorch" not in at and not ("gpu" in at and why.startswith(no_gpu))
+    ] == []
     [served] = found["sections"]["156 million parameters, served"]
     assert [row["batch_size"] for row in served["decode"]] == [1, 2]

@@ -94,7 +94,7 @@ def plan_memory(
     state = (num_slots + 1) * router.bytes_per_slot
     left = available - weights - sampler - scratch - state - copies
     if left < 0:
-        each = max(1, (num_slots > 0) * router.bytes_per_slot + sampler // (max_num_seqs + 1))
+        each = max(1, router.bytes_per_slot + sampler // (max_num_seqs + 1))
         affordable = (available - weights - scratch - copies) // each - 1
         more = "use a smaller model, more devices or more memory, or raise memory_fraction"
         remedy = f"use max_num_seqs of at most {affordable}" if affordable > 0 else more

@@ -25,7 +25,7 @@ def fingerprint(config: EngineConfig, model: "Model", executables: Executables) 
     """
     digest = hashlib.sha256()
     told = (jhybrid.__version__, jax.default_backend(), model.architecture, model.config, model.dtype, config.page_size)
-    told += (config.snapshot_dtype, config.chunk_size, config.attention_impl, config.ssm_impl)
+    told += (config.snapshot_dtype, config.chunk_size, config.attention_impl, config.ssm_impl, config.moe_impl)
     for fact in (*told, sorted(model.router.arrays.items())):
         digest.update(repr(fact).encode() + b"\n")
     hashes = hashing(model.params, executables)(model.params)

@@ -48,4 +48,4 @@ def experts(
     Raises NotImplementedError for an implementation, or an input to it, that is not supported.
     """
     call = lambda f: f(x, chosen, weights, up, down, up_scale, down_scale, activation, target)  # noqa: E731
-    return run("experts", IMPLEMENTATIONS, implementation, target, call)
+    return run("experts", IMPLEMENTATIONS, implementation or target.moe, target, call)

@@ -1,4 +1,5 @@
-"""experts on Hopper GPUs: few tokens go through two kernels, which read each expert that any token chose once.
+"""experts on Hopper GPUs: few tokens go through two kernels, which read each expert that any token chose once, or twice
+for more than 128 tokens.
 
 Plain JAX (`xla.py`, by which many tokens go) copies the weights that it multiplies, and asks the host before each turn
 of its loop. Here a thread block of the first kernel takes 64 rows of an expert's `up` (and of its gate) and multiplies
@@ -17,20 +18,27 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.activations import activate
 from kernels_pallas.experts import xla
 from kernels_pallas.experts.hits import hits
-from kernels_pallas.mosaic_gpu import OF_COLUMNS, for_hopper, launch, load, matrix, operand, product, store, transposed
+from kernels_pallas.mosaic_gpu import (
+    ENOUGH_BLOCKS,
+    OF_COLUMNS,
+    for_hopper,
+    launch,
+    load,
+    matrix,
+    operand,
+    product,
+    store,
+    transposed,
+)
 from kernels_pallas.target import Target
 
 ROWS = 64  # of a weight, of one thread block
-MOST_TOKENS = 128
+MOST_TOKENS = 128  # of one pass over the weights
 STAGES = 3  # tiles of a weight in shared memory
-ENOUGH_BLOCKS = 264  # thread blocks that fill a GPU: two on each of 132 cores
-ACTIVATIONS = {
-    "silu": lambda h: h / (1.0 + jnp.exp(-h)),
-    "relu2": lambda h: jnp.square(jnp.maximum(h, 0.0)),
-    "sigmoid": lambda h: 1.0 / (1.0 + jnp.exp(-h)),
-}
+ACTIVATIONS = ("silu", "relu2", "sigmoid")
 
 
 def experts(
@@ -68,14 +76,14 @@ def experts(
     kernel = Kernel(D, I, rows // I, most, tokens, activation)
     run = partial(launch, interpret=target.simulate, approximate=True)
     h = run(
-        kernel.enter,
+        kernel.up_projection,
         (listed, count[None], jnp.pad(shares, [(0, 0), (0, room)]), jnp.pad(x, [(0, room), (0, 0)]), up),
         grid={"block": I // ROWS, "item": most},
         out=jax.ShapeDtypeStruct((most, I, tokens), jnp.bfloat16),
         scratch=kernel.scratch(kernel.parts, kernel.inputs, tokens, jnp.bfloat16, turned=True),
     )
     y = run(
-        kernel.leave,
+        kernel.down_projection,
         (listed, count[None], h, down),
         grid={"block": D // ROWS, "split": kernel.splits},
         out=jax.ShapeDtypeStruct((kernel.splits, D, tokens), jnp.float32),
@@ -119,7 +127,7 @@ class Kernel:
             "loaded": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=STAGES),
         }
 
-    def enter(
+    def up_projection(
         self,
         listed: Any,
         count: Any,
@@ -151,10 +159,8 @@ class Kernel:
                 parts = [held.at[slot, pl.ds(part * ROWS, ROWS)] for part in range(self.parts)]
                 return [product(part, transposed(others.at[slot])) for part in parts]
 
-            first, *rest = self._total(self.width // self.inputs, self.parts, fetch, multiply, loaded)
-            value = ACTIVATIONS[self.activation](first)
-            for other in rest:
-                value = value * other
+            h_parts = self._total(self.width // self.inputs, self.parts, fetch, multiply, loaded)
+            value = activate(h_parts, self.activation)
             share = lax.broadcast_in_dim(load(shares.at[item], OF_COLUMNS), value.shape, (1,))
             # What other tokens make of this expert may be infinite, and 0 times that is NaN.
             store(answer, jnp.where(share != 0.0, value * share, 0.0).astype(answer.dtype))
@@ -162,7 +168,7 @@ class Kernel:
             plgpu.copy_smem_to_gmem(answer, h.at[item, pl.ds(block * ROWS, ROWS)])
             plgpu.wait_smem_to_gmem(0)
 
-    def leave(
+    def down_projection(
         self, listed: Any, count: Any, h: Any, down: Any, y: Any, *, held: Any, others: Any, answer: Any, loaded: Any
     ) -> None:
         """Some rows of the sum over a split of the experts of down h."""

@@ -22,12 +22,14 @@ def _experts(
     of: list[int] | None = None,
     idle: int = 0,
     scaled: str | None = None,
+    plain: int | None = None,
     dtype: str = "float32",
     atol: float = 2e-4,
     tpu: bool = False,
 ) -> Spec:
     """Each token chooses k of the experts `of` (None: all, and ids that are none); the last `idle` choose none and hold
-    NaN, and so does every expert that nobody chooses."""
+    NaN, and so does every expert that nobody chooses. `scaled` weights have 8 bits, but for the `plain` one: 0 is up, 1
+    down."""
 
     def build(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rng = np.random.default_rng(seed)
@@ -42,7 +44,10 @@ def _experts(
         options = {"activation": activation}
         if scaled is not None:
             (up, up_scale), (down, down_scale) = (eight_bits(rng, shape, scaled, 1) for shape in shapes)
-            arrays = (up, down, up_scale / 16, down_scale / 16)
+            arrays = [up, down, up_scale / 16, down_scale / 16]
+            if plain is not None:
+                whole = arrays[plain].astype(jnp.float32) * arrays[plain + 2]
+                arrays[plain : plain + 1], arrays[plain + 2] = [whole.astype(dtype)], None
         else:
             up, down = (rng.standard_normal(shape) / shape[2] ** 0.5 for shape in shapes)
             unused = np.setdiff1d(np.arange(count), chosen)
@@ -83,5 +88,7 @@ SPECS = [
     _experts("gelu", activation="gelu", width=16),
     _experts("odd_sizes", tokens=7, width=11, inner=13, k=3),
     _experts("int8", scaled="int8", inner=128, atol=2e-3, tpu=True),
+    _experts("int8_up_alone", scaled="int8", plain=1, inner=128, count=3, tpu=True, atol=2e-3),
+    _experts("int8_down_alone", scaled="int8", plain=0, inner=128, count=3, gated=False, tpu=True, atol=2e-3),
     _experts("e4m3", scaled="float8_e4m3fn", inner=32, gated=False, activation="relu2", atol=2e-3, tpu=True),
 ]

@@ -1,6 +1,6 @@
 """experts on TPU. Few tokens go through one kernel, many are sorted by expert (`xla.py`).
 
-Up to some 128 tokens it takes longer to read an expert than to multiply all tokens with it. The kernel reads the
+Up to some hundred tokens it takes longer to read an expert than to multiply all tokens with it. The kernel reads the
 experts that any token chose, one after another, multiplies every token with each, and adds what the token's choice
 weighs. That takes no sorting and no gathering, which around two grouped products are dozens of small operations of a
 microsecond each. Weights of 8 bits are made whole as they come out of vector memory.
@@ -51,13 +51,15 @@ def experts(
         )
     if D % LANES:
         raise NotImplementedError(f"x {x.shape}: the TPU kernel of experts takes a multiple of {LANES} channels")
-    scales = [scale for scale in (up_scale, down_scale) if scale is not None]
+    scales: list[Array] = []
+    if up_scale is not None or down_scale is not None:  # of which one may be plain
+        held = (up, up_scale), (down, down_scale)
+        scales = [jnp.ones((*values.shape[:2], 1)) if scale is None else scale for values, scale in held]
     if any(scale.shape[2] > 1 for scale in scales):
         raise NotImplementedError("several scales in a row of a weight: the TPU kernel of experts takes one")
     (E, rows, _), I = up.shape, down.shape[2]
     turned = outputs_on_lanes(D, I)  # which those of `up` never are, where D is a multiple of the lanes
-    on_lanes = not turned or bool(scales)  # the inner width, in some operand
-    b = inner_block(up, down, LANES if on_lanes else 32 // up.dtype.itemsize, sizes["bytes"])
+    b = inner_block(up, down, bool(scales), sizes["bytes"])
 
     def of_inner(array: Array, on_lanes: bool, part: int = 0) -> tuple[Array, pl.BlockSpec]:
         """An operand [E, ., I], or with I before the last axis, by blocks of I; `part` 1 begins at I."""
@@ -69,9 +71,10 @@ def experts(
     parts = range(rows // I)  # the gate's rows, and the others
     operands = [of_inner(up, False, part) for part in parts]
     operands.append(of_inner(down.swapaxes(1, 2) if turned else down, not turned))
-    if up_scale is not None and down_scale is not None:
-        operands += [of_inner(up_scale.swapaxes(1, 2), True, part) for part in parts]
-        operands.append((down_scale.swapaxes(1, 2), pl.BlockSpec((None, 1, D), lambda i, j, e: (e[i], 0, 0))))
+    if scales:
+        of_up, of_down = (scale.swapaxes(1, 2) for scale in scales)
+        operands += [of_inner(of_up, True, part) for part in parts]
+        operands.append((of_down, pl.BlockSpec((None, 1, D), lambda i, j, e: (e[i], 0, 0))))
     listed, count = hits(chosen, E)
     count = jnp.maximum(count, 1)  # where nobody chose any, the kernel has to begin for its result to be 0
     room = -T % 16  # of a tile of bfloat16
@@ -92,7 +95,7 @@ def experts(
         cost_estimate=pl.CostEstimate(
             flops=2 * T * most * (rows + I) * D,
             transcendentals=T * most * I,
-            bytes_accessed=most * (rows + I) * D * up.dtype.itemsize,
+            bytes_accessed=most * D * (rows * up.dtype.itemsize + I * down.dtype.itemsize),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
@@ -102,11 +105,13 @@ def experts(
 
 
 def inner_block(
-    up: Array | jax.ShapeDtypeStruct, down: Array | jax.ShapeDtypeStruct, unit: int, most_bytes: int
+    up: Array | jax.ShapeDtypeStruct, down: Array | jax.ShapeDtypeStruct, scaled: bool, most_bytes: int
 ) -> int:
-    """How much of the inner width the blocks of both weights have: a multiple of `unit`, or all of it."""
+    """How much of the inner width I the blocks of both weights have: of tiles, which I lies along the lanes of in some
+    operand or along the sublanes of in all, or all of it."""
     (_, D, I), parts = down.shape, up.shape[1] // down.shape[2]
-    bytes_each = (parts + 1) * D * up.dtype.itemsize
+    unit = LANES if scaled or not outputs_on_lanes(D, I) else 32 // up.dtype.itemsize
+    bytes_each = D * (parts * up.dtype.itemsize + down.dtype.itemsize)
     fits = [b for b in range(1, I + 1) if I % b == 0 and (b % unit == 0 or (b == I and parts == 1))]
     best = max((b for b in fits if b * bytes_each <= most_bytes), default=min(fits, default=0))
     if not best or best * bytes_each > 2 * most_bytes:

@@ -34,5 +34,5 @@ def experts(
     h = activate(jnp.split(h, 2, axis=-1) if up.shape[1] == 2 * down.shape[2] else [h], activation)
     # The first choices of all tokens, then the second: [T, k, D] would lie in tiles of eight rows, k of them used.
     y = multiply(h, down, sizes, down_scale)[place.T.reshape(-1)].reshape(k, T, -1)
-    weighed = (y[j].astype(jnp.float32) * weights[:, j, None] for j in range(k))
-    return sum((jnp.where(mine[:, j, None], w, 0.0) for j, w in enumerate(weighed)), jnp.zeros((T, x.shape[1])))
+    weighed = (jnp.where(mine[:, j, None], y[j].astype(jnp.float32) * weights[:, j, None], 0.0) for j in range(k))
+    return sum(weighed, jnp.zeros((T, x.shape[1])))

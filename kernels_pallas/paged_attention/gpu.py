@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.gpu_rows import put_run
 from kernels_pallas.mosaic_gpu import (
+    ENOUGH_BLOCKS,
     MATRIX,
     OF_ROWS,
     for_hopper,
@@ -38,7 +39,6 @@ ROWS = 64  # of a matrix that the tensor cores multiply
 BLOCK = 64  # tokens of the cache that are read at a time
 STAGES = 2  # blocks in shared memory
 PART = 64  # columns of the answer that are computed in one piece: of more, registers spill
-ENOUGH_BLOCKS = 264  # thread blocks that fill a GPU: two on each of 132 cores
 LEAST_OF_A_SPLIT = 4  # blocks of a context, below which to split it does not pay
 LOG2_E = math.log2(math.e)
 

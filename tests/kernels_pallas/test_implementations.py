@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from jhybrid.config import IMPLEMENTATIONS, EngineConfig
 from jhybrid.dispatch import refusals, target_of
 from jhybrid.errors import ConfigError
-from kernels_pallas import causal_conv, gated_delta, implementations, paged_attention, selective_scan, ssd
+from kernels_pallas import causal_conv, experts, gated_delta, implementations, paged_attention, selective_scan, ssd
 from kernels_pallas.chips import CHIPS, chip_of
+from kernels_pallas.experts.specs import SPECS as EXPERTS
 from kernels_pallas.spans import Spans
 from kernels_pallas.ssd.specs import SPECS
 from kernels_pallas.target import Target
@@ -127,7 +129,7 @@ def test_forcing_the_scan_forces_the_convolution() -> None:
 
 
 def test_settings_name_what_there_is() -> None:
-    ops = (causal_conv, gated_delta, paged_attention, selective_scan, ssd)
+    ops = (causal_conv, experts, gated_delta, paged_attention, selective_scan, ssd)
     names = set().union(*(op.IMPLEMENTATIONS for op in ops))
     assert {"auto", *names} - {"xla_wy"} == set(IMPLEMENTATIONS)  # xla_wy: xla elsewhere than on CPU, for its tests
 
@@ -137,6 +139,18 @@ def test_what_was_asked_for_and_is_refused_is_an_error_of_the_settings() -> None
     target = target_of(EngineConfig(ssm_impl="tpu"), "cpu")
     with pytest.raises(ConfigError, match=r"^ssm_impl: 'tpu': .* are for TPUs.*; use auto"), refusals(target):
         ssd.ssd(*inputs, replace(spans, target=target), **kwargs)
+
+
+def test_an_implementation_of_experts_can_be_forced() -> None:
+    args, options = next(spec for spec in EXPERTS if spec.name == "gated").build(0)
+    target = target_of(EngineConfig(moe_impl="tpu"), "cpu")
+    with pytest.raises(ConfigError, match=r"^moe_impl: 'tpu': .* is for TPUs.*; use auto"), refusals(target):
+        experts.experts(*args, **options, target=target)
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+    for moe, kernels in (("auto", 1), ("xla", 2)):  # one for all, or one for each product
+        target = target_of(EngineConfig(moe_impl=moe), "TPU v6 lite")
+        traced = jax.jit(partial(experts.experts, **options, target=target)).trace(*args)
+        assert str(traced.jaxpr).count("pallas_call") == kernels
 
 
 def test_chips_are_known_by_what_devices_call_themselves() -> None:
