@@ -1,22 +1,25 @@
 """Bundle: the programs of an engine in a folder, made by `jhybrid compile`, for an engine that is to compile nothing.
 
-`manifest.json` says for what they were made (`identity`), under which memory plan, and which file holds which program.
+`manifest.json` says for what they were made (`identity`), under which memory plan, and the hash of each program's file.
 The files hold machine code and pickles: load only bundles from who you trust as much as the package itself.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
-import json
 import os
 import re
+import secrets
+import shutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import jax
 from jax.sharding import Mesh
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 import jhybrid
 from jhybrid.cache.arrays import MemoryPlan
@@ -26,11 +29,11 @@ from jhybrid.executables import Compiled, Executables, Trees, serialized, source
 from jhybrid.machine import processor
 
 MANIFEST = "manifest.json"
-FORM = 1  # of the manifest
 COMPILERS = ("jax", "jaxlib", "flax")
 COMPILERS_OF = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda13-plugin")}  # and these on their platforms
+ANEW = "compile it anew with `jhybrid compile --output`"
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"  # says what devices there are, not what is made for them
-Identity = dict[str, str | int | bool | None]
+Identity = dict[str, str]  # name -> `repr` of the value
 SETTINGS = (  # of EngineConfig: those that programs depend on
     "page_size",
     "max_model_len",
@@ -50,11 +53,49 @@ SETTINGS = (  # of EngineConfig: those that programs depend on
 )
 
 
-def identity(config: EngineConfig, model_config: object, dtype: str, device: Any, max_parked: int = 0) -> Identity:
+class Form(BaseModel):
+    """Part of a manifest, in which nothing may be missing, of another type, or unknown."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Program(Form):
+    """One file of a bundle."""
+
+    made_for: str  # hash of all that tells it from others of the same identity
+    sha256: str
+
+
+class Manifest(Form):
+    """What `manifest.json` holds."""
+
+    form: Literal[2]
+    identity: Identity
+    memory: MemoryPlan
+    programs: dict[str, Program]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """ConfigError for a folder without one, or with one that is damaged or of another form."""
+        try:
+            return cls.model_validate_json((folder / MANIFEST).read_bytes())
+        except (OSError, ValidationError) as error:
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                why = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+            else:
+                why = error.strerror
+            raise ConfigError(
+                "bundle", f"{folder} is no bundle that this version can load ({MANIFEST}: {why}); {ANEW}"
+            ) from error
+
+
+def identity(config: EngineConfig, model_config: Any, dtype: str, device: Any, max_parked: int = 0) -> Identity:
     """What programs are made for, by name: settings, model, versions, device. Equal wherever they can run."""
-    facts = {name: getattr(config, name) for name in SETTINGS}
+    facts: dict[str, object] = {name: getattr(config, name) for name in SETTINGS}
     facts |= {"host_cache": config.host_cache_bytes > 0, "disk_cache": config.disk_cache_url is not None}
-    facts |= {"max_parked": max_parked, "dtype": dtype, "model_config": _digest(repr(model_config))}
+    facts |= {"max_parked": max_parked, "dtype": dtype, "model_config": type(model_config).__name__}
+    facts |= {f"model_config.{field.name}": getattr(model_config, field.name) for field in fields(model_config)}
     facts |= {"jhybrid": jhybrid.__version__, "source": source_digest()[:16]}
     facts |= {name: _version(name) for name in (*COMPILERS, *COMPILERS_OF.get(device.platform, ()))}
     facts |= {"device_kind": device.device_kind, "python": "{}.{}".format(*sys.version_info)}
@@ -62,7 +103,7 @@ def identity(config: EngineConfig, model_config: object, dtype: str, device: Any
     if device.platform == "cpu":
         name, flags = processor()
         facts |= {"processor": f"{name}, {_digest(' '.join(sorted(flags)))}", "cores": os.cpu_count()}
-    return facts
+    return {name: repr(value) for name, value in facts.items()}
 
 
 def _version(package: str) -> str | None:
@@ -76,20 +117,39 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _file(program: str) -> str:
+    return re.sub(r"\W+", "-", program).strip("-") + ".bin"
+
+
 class BundleWriter(Executables):
-    """Compiles, and keeps each program in a folder. `close` makes a bundle of it."""
+    """Compiles, and keeps each program in a folder beside the bundle's, which `close` gives the bundle's name.
+
+    A context, which leaves a whole bundle or nothing. A process that is killed leaves the folder beside.
+    """
 
     def __init__(self, folder: Path, mesh: Mesh | None):
-        """ConfigError for a folder that has something in it already, or cannot be made."""
         super().__init__(None, mesh)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise ConfigError("output", f"{folder} is not empty; name a new folder")
-        except OSError as error:
-            raise ConfigError("output", f"{folder} cannot be written to: {error}") from error
-        self._into = folder
-        self._programs: dict[str, dict[str, str]] = {}
+        self._named, self._into = folder, Path(os.path.realpath(folder))  # a link cannot be replaced by a folder
+        self._part = self._into.parent / f"{self._into.name}.partial-{secrets.token_hex(4)}"
+        self._parents = [parent for parent in self._into.parents if not parent.exists()]
+        self._programs: dict[str, Program] = {}
+
+    def __enter__(self) -> Self:
+        """ConfigError for a folder that has something in it already, or cannot be made."""
+        if self._into == Path.cwd():  # which `--output ''` means too
+            raise ConfigError("output", f"{self._named} is the working directory; name a new folder")
+        with self._writing():
+            self._refuse_content()
+            if os.path.ismount(self._into):
+                raise ConfigError("output", f"{self._named} is a mount point; name a new folder in it")
+            self._part.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._part, ignore_errors=True)  # unless `close` has renamed it
+        for parent in self._parents:
+            with contextlib.suppress(OSError):  # not empty
+                parent.rmdir()
 
     def _provide(
         self, name: str, told: str, lower: Callable[[], jax.stages.Lowered], trees: Trees
@@ -98,15 +158,29 @@ class BundleWriter(Executables):
         self.compiled += 1
         found = lower().compile()
         payload = serialized(found, trees)
-        file = re.sub(r"\W+", "-", name).strip("-") + ".bin"
-        (self._into / file).write_bytes(payload)
-        self._programs[name] = {"file": file, "made_for": _digest(told), "sha256": hashlib.sha256(payload).hexdigest()}
+        with self._writing():
+            (self._part / _file(name)).write_bytes(payload)
+        self._programs[name] = Program(made_for=_digest(told), sha256=hashlib.sha256(payload).hexdigest())
         return found, "compiled"
 
     def close(self, facts: Identity, plan: MemoryPlan) -> None:
-        """Write the manifest, last of all: without it a folder is no bundle."""
-        manifest = {"form": FORM, "identity": facts, "memory": asdict(plan), "programs": self._programs}
-        (self._into / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        """Write the manifest, and make it a bundle. ConfigError if another process made one here meanwhile."""
+        manifest = Manifest(form=2, identity=facts, memory=plan, programs=self._programs)
+        with self._writing():
+            (self._part / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+            self._refuse_content()
+            self._part.rename(self._into)  # fails, too, where the folder is not empty
+
+    def _refuse_content(self) -> None:
+        if self._into.exists() and any(self._into.iterdir()):
+            raise ConfigError("output", f"{self._named} is not empty; name a new folder")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError("output", f"{self._named} cannot be written: {error}") from error
 
 
 class Bundle(Executables):
@@ -116,41 +190,29 @@ class Bundle(Executables):
         """Raises ConfigError naming every field in which it was made for something else than `facts`."""
         super().__init__(None, mesh)
         self._from = folder
-        manifest = _read_manifest(folder)
-        made = manifest["identity"]
+        manifest = Manifest.read(folder)
+        made = manifest.identity
         names = [name for name in (facts | made) if facts.get(name) != made.get(name)]
         if names:
-            differing = "; ".join(f"{n}: {made.get(n)!r} there, {facts.get(n)!r} here" for n in names)
+            differing = "; ".join(f"{n}: {made.get(n)} there, {facts.get(n)} here" for n in names)
             raise ConfigError(
                 "bundle",
                 f"{folder} was made for something else ({differing}); give the settings that it was made with, or make "
                 "another with `jhybrid compile`",
             )
-        self.plan = MemoryPlan(**manifest["memory"])
-        self._programs: Mapping[str, dict[str, str]] = manifest["programs"]
+        self.plan, self._programs = manifest.memory, manifest.programs
 
     def _provide(
         self, name: str, told: str, lower: Callable[[], jax.stages.Lowered], trees: Trees
     ) -> tuple[Compiled, str]:
         entry = self._programs.get(name)
-        if entry is None or entry["made_for"] != _digest(told):
+        if entry is None or entry.made_for != _digest(told):
             lacks = "no program" if entry is None else "another program"
-            raise ConfigError("bundle", f"{self._from} has {lacks} {name!r}; make another with `jhybrid compile`")
+            raise ConfigError("bundle", f"{self._from} has {lacks} {name!r}; {ANEW}")
         try:
-            payload = (self._from / entry["file"]).read_bytes()
-            if hashlib.sha256(payload).hexdigest() != entry["sha256"]:
+            payload = (self._from / _file(name)).read_bytes()
+            if hashlib.sha256(payload).hexdigest() != entry.sha256:
                 raise ValueError("it is cut short or changed")
             return self.deserialized(payload, trees), "loaded"
         except Exception as error:
-            raise ConfigError("bundle", f"{self._from / entry['file']} cannot be loaded: {error}") from error
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        form = manifest["form"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("bundle", f"{folder} is no bundle that `jhybrid compile` wrote: {error!r}") from error
-    if form != FORM:
-        raise ConfigError("bundle", f"{folder} has form {form}, this version reads {FORM}; make another")
-    return manifest
+            raise ConfigError("bundle", f"{self._from / _file(name)} cannot be loaded: {error}; {ANEW}") from error

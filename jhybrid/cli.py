@@ -153,14 +153,13 @@ class Compile:
         return _settled(cls, "compile", arguments, flags_only=("config", "output", "json"))
 
     def run(self) -> None:
-        from jhybrid.bundle import BundleWriter
         from jhybrid.fit import Fit, Site
         from jhybrid.inspection import print_fit
         from jhybrid.slices import read_slice
 
         slice_ = None if self.config is None else read_slice(self.config)
         fit = Fit(self.engine, Site.here(self.engine) if slice_ is None else Site.slice(slice_, self.engine))
-        report = fit.report(fit.buckets) if self.output is None else fit.write(BundleWriter(self.output, fit.mesh))
+        report = fit.report(fit.buckets) if self.output is None else fit.write(self.output)
         if self.json:
             print(json.dumps(report))
             return

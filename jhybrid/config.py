@@ -108,6 +108,8 @@ class EngineConfig:
         for name in ("compilation_cache_dir", "bundle"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise ConfigError(name, f"must be a string, got {getattr(self, name)!r}")
+        if self.bundle == "":
+            raise ConfigError("bundle", "'' names no folder; give one that `jhybrid compile` wrote, or leave it out")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:

@@ -7,6 +7,7 @@ are the engine's own (`Programs`); weights are shapes, never read.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -171,12 +172,13 @@ class Fit:
         fits = {"sequences": self.config.max_num_seqs, "tokens": memory.num_pages * self.config.page_size}
         return facts | {"steps": steps, "memory": kinds | sizes, "fits": fits}
 
-    def write(self, writer: BundleWriter) -> dict[str, Any]:
-        """Compile everything into a bundle; the report of it."""
-        report = self.report(self.buckets, writer)
-        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-        if self.config.disk_cache_url is not None:
-            with compilations.starting():
-                hashing(self.compiled.params, writer)
-        writer.close(identity(self.config, self._model, self.dtype, device), self.compiled.memory)
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Compile everything into a bundle; the report of it. ConfigError for a folder that it cannot be written to."""
+        with BundleWriter(folder, self.mesh) as writer:
+            report = self.report(self.buckets, writer)
+            device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+            if self.config.disk_cache_url is not None:
+                with compilations.starting():
+                    hashing(self.compiled.params, writer)
+            writer.close(identity(self.config, self._model, self.dtype, device), self.compiled.memory)
         return report
