@@ -13,7 +13,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -33,7 +33,7 @@ COMPILERS = ("jax", "jaxlib", "flax")
 COMPILERS_OF = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda13-plugin")}  # and these on their platforms
 ANEW = "compile it anew with `jhybrid compile --output`"
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"  # says what devices there are, not what is made for them
-Identity = dict[str, str]  # name -> `repr` of the value
+Identity = dict[str, str]  # name -> value, in words
 SETTINGS = (  # of EngineConfig: those that programs depend on
     "page_size",
     "max_model_len",
@@ -90,12 +90,11 @@ class Manifest(Form):
             ) from error
 
 
-def identity(config: EngineConfig, model_config: Any, dtype: str, device: Any, max_parked: int = 0) -> Identity:
+def identity(config: EngineConfig, model_config: object, dtype: str, device: Any, max_parked: int = 0) -> Identity:
     """What programs are made for, by name: settings, model, versions, device. Equal wherever they can run."""
     facts: dict[str, object] = {name: getattr(config, name) for name in SETTINGS}
     facts |= {"host_cache": config.host_cache_bytes > 0, "disk_cache": config.disk_cache_url is not None}
-    facts |= {"max_parked": max_parked, "dtype": dtype, "model_config": type(model_config).__name__}
-    facts |= {f"model_config.{field.name}": getattr(model_config, field.name) for field in fields(model_config)}
+    facts |= {"max_parked": max_parked, "dtype": dtype, "model_config": model_config}
     facts |= {"jhybrid": jhybrid.__version__, "source": source_digest()[:16]}
     facts |= {name: _version(name) for name in (*COMPILERS, *COMPILERS_OF.get(device.platform, ()))}
     facts |= {"device_kind": device.device_kind, "python": "{}.{}".format(*sys.version_info)}
@@ -103,7 +102,17 @@ def identity(config: EngineConfig, model_config: Any, dtype: str, device: Any, m
     if device.platform == "cpu":
         name, flags = processor()
         facts |= {"processor": f"{name}, {_digest(' '.join(sorted(flags)))}", "cores": os.cpu_count()}
-    return {name: repr(value) for name, value in facts.items()}
+    return {name: text for fact in facts.items() for name, text in _in_words(*fact)}
+
+
+def _in_words(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """A fact, and those inside it if it is a dataclass, which have its name and a dot before theirs."""
+    if not is_dataclass(value):
+        yield name, repr(value)
+        return
+    yield name, type(value).__name__
+    for field in fields(value):
+        yield from _in_words(f"{name}.{field.name}", getattr(value, field.name))
 
 
 def _version(package: str) -> str | None:
@@ -193,6 +202,7 @@ class Bundle(Executables):
         manifest = Manifest.read(folder)
         made = manifest.identity
         names = [name for name in (facts | made) if facts.get(name) != made.get(name)]
+        names = [name for name in names if not any(name.startswith(f"{of}.") for of in names)]  # not what is in others
         if names:
             differing = "; ".join(f"{n}: {made.get(n)} there, {facts.get(n)} here" for n in names)
             raise ConfigError(

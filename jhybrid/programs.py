@@ -223,7 +223,7 @@ class Programs:
                 f"the bundle was made for {plan.total} B of each device ({kinds}), {available} B are available; free "
                 "memory, raise memory_fraction, or compile a bundle for fewer num_pages or max_num_seqs"
             )
-        return replace(plan, available=available)
+        return replace(plan, available=available, num_rows=self._sampler_shape[0])
 
     def _compile(self, bucket: Bucket, memory: MemoryPlan) -> None:
         start = time.perf_counter()

@@ -67,8 +67,8 @@ def test_an_engine_with_a_bundle_compiles_nothing_and_answers_alike(made: Path, 
             "max_num_seqs: 1 there, 2 here; ssm_impl: 'auto' there, 'xla' here",
         ),
         ({"host_cache_bytes": 1 << 20, "enable_prefix_caching": True}, "host_cache: False there, True here"),
-        ({"model": str(GOLDEN / "nemotron_h_moe")}, "model_config.moe: None there, MoeSpec("),
-        ({"model": str(GOLDEN / "llama")}, "model_config: 'NemotronHConfig' there, 'LlamaConfig' here"),
+        ({"model": str(GOLDEN / "nemotron_h_moe")}, "; model_config.moe: None there, MoeSpec here);"),
+        ({"model": str(GOLDEN / "llama")}, "(model_config: NemotronHConfig there, LlamaConfig here);"),
     ],
 )
 def test_a_mismatch_is_refused_with_the_fields_that_differ(made: Path, changes: dict, named: str):
@@ -77,11 +77,13 @@ def test_a_mismatch_is_refused_with_the_fields_that_differ(made: Path, changes: 
     assert named in str(refusal.value)
 
 
-def test_another_version_is_a_mismatch(made: Path, tmp_path: Path):
+def test_another_version_is_a_mismatch_and_so_is_a_part_of_the_model(made: Path, tmp_path: Path):
     manifest = json.loads((made / MANIFEST).read_text())
-    manifest["identity"]["jaxlib"] = "'0.1'"
+    manifest["identity"] |= {"jaxlib": "'0.1'", "model_config.mamba.num_heads": "8"}
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=r"jaxlib: '0.1' there"):
+    with pytest.raises(
+        ConfigError, match=r"\(model_config.mamba.num_heads: 8 there, 6 here; jaxlib: '0.1' there, .*\);"
+    ):
         Engine(dataclasses.replace(CONFIG, bundle=str(tmp_path)))
 
 
@@ -131,6 +133,15 @@ def test_a_manifest_that_is_missing_or_damaged_is_refused(made: Path, tmp_path: 
         f"bundle: {tmp_path} is no bundle that this version can load ({MANIFEST}: {why}"
     )
     assert str(refusal.value).endswith("; compile it anew with `jhybrid compile --output`")
+
+
+def test_the_rows_of_the_sampler_are_the_engines_whatever_the_manifest_says(made: Path, tmp_path: Path):
+    shutil.copytree(made, tmp_path / "changed")
+    manifest = json.loads((made / MANIFEST).read_text())
+    manifest["memory"]["num_rows"] = -7
+    (tmp_path / "changed" / MANIFEST).write_text(json.dumps(manifest))
+    with Engine(dataclasses.replace(CONFIG, bundle=str(tmp_path / "changed"))) as engine:
+        assert len(engine.generate(REQUESTS)) == len(REQUESTS)
 
 
 def test_a_plan_that_is_too_much_here_is_refused_with_numbers(made: Path):
