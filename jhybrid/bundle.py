@@ -49,6 +49,7 @@ SETTINGS = (  # of EngineConfig: those that programs depend on
     "chunk_size",
     "attention_impl",
     "ssm_impl",
+    "moe_impl",
     "tensor_parallel_size",
 )
 
