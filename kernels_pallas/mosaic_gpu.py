@@ -59,7 +59,7 @@ def launch(
 def for_hopper(target: Target) -> None:
     """NotImplementedError on everything else: the kernels were compiled for nothing else."""
     if target.capability is None:
-        raise NotImplementedError("the kernels are for NVIDIA GPUs, which this device is not")
+        raise NotImplementedError("the kernels are for Hopper, an NVIDIA GPU, which this device is not")
     if target.capability != "9.0":
         raise NotImplementedError(f"compute capability {target.capability}: the kernels are for Hopper, which has 9.0")
     mesh = jax.sharding.get_abstract_mesh()
